@@ -1,0 +1,117 @@
+"""What a capture engine is: it takes samples and a sink, and yields what became of them.
+
+Whether the tensors pass through this process or are written inside the engine's own workers is the engine's matter:
+a Sink travels to wherever the tensors are and opens a shard writer there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from eyas.shards.identity import DatasetIdentity, TargetIdentity
+from eyas.shards.ledger import SealedShard
+from eyas.shards.sample import TokenSample
+from eyas.shards.writer import ShardWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sink:
+    """Where the tensors go. Small and picklable: engines hand it to their workers."""
+
+    dataset: Path
+    identity: DatasetIdentity
+    worker: str  # rank r writes as f"{worker}-{r}"
+    shard_bytes: int
+    codec_threads: int
+
+    def open(self, rank: int, metadata: dict[str, str]) -> ShardWriter:
+        """The shard writer of global rank ``rank``; ``metadata`` (engine, versions, tp, ...) goes into each shard."""
+        return ShardWriter(
+            self.dataset,
+            identity=self.identity,
+            worker=f"{self.worker}-{rank}",
+            shard_bytes=self.shard_bytes,
+            codec_threads=self.codec_threads,
+            metadata=metadata,
+        )
+
+
+class SampleSource(Protocol):
+    """The prepared samples, by row. Memory-mapped: reading one row costs its bytes."""
+
+    def __getitem__(self, row: int) -> TokenSample: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The rows still to be captured, the same on every rank."""
+
+    source: SampleSource
+    rows: npt.NDArray[np.int64]  # [R] rows of source
+    lengths: npt.NDArray[np.int64]  # [R] tokens of each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forwarded:
+    """Tokens went through the target (progress; nothing is durable yet)."""
+
+    num_samples: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed:
+    """A shard is durable, with its ledger line."""
+
+    shard: SealedShard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A sample that could not be captured, and why. Never silently skipped."""
+
+    sample_id: str
+    reason: str
+
+
+Event = Forwarded | Sealed | Rejected
+
+
+class Engine(Protocol):
+    """One way to run a target. Used as a context manager; every rank of a launch runs the same calls in step."""
+
+    def __enter__(self) -> Engine: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    @property
+    def target(self) -> TargetIdentity:
+        """What is being run, as dataset.json records it."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence, in tokens, that the target's positions allow; None where unlimited or unknown."""
+        ...
+
+    def self_test(self, probe: Sequence[TokenSample]) -> None:
+        """Prove on ``probe`` that the captured tensors are the taps asked for, and that all ranks agree.
+
+        Raises SelfTestError: nothing is written then.
+        """
+        ...
+
+    def capture(self, work: Work, sink: Sink, should_stop: Callable[[], bool]) -> Iterator[Event]:
+        """Capture ``work``, in an order of the engine's choosing.
+
+        Each sample ends up in exactly one sealed shard or one Rejected event of exactly one rank. ``should_stop`` is
+        asked between batches; once true (ranks of one group decide together), what is complete is sealed and the
+        iterator ends. The caller may also close the iterator early: nothing more is sealed then.
+        """
+        ...

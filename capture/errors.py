@@ -1,0 +1,15 @@
+"""Failures of a capture that a user can act on."""
+
+from eyas.taps.errors import EyasError
+
+
+class TargetError(EyasError):
+    """The target cannot be loaded, has no stack of decoder layers that eyas can find, or does not fit the options."""
+
+
+class SelfTestError(EyasError):
+    """The engine's captured tensors are not the taps asked for, or ranks disagree. Nothing was written."""
+
+
+class PreparedError(EyasError):
+    """A prepared folder is missing, unreadable or of another tokenizer than the target."""

@@ -1,0 +1,9 @@
+"""The one error that every room raises for what a user can mend."""
+
+
+class EyasError(ValueError):
+    """What the user gave cannot be used as it is.
+
+    The message names the file or option, what was found, what was expected, and the command that mends it.
+    The command line prints it without a traceback and exits 1.
+    """
