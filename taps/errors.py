@@ -1,4 +1,4 @@
-"""The one error that every room raises for what a user can mend."""
+"""The errors that every room raises for what a user can mend."""
 
 
 class EyasError(ValueError):
@@ -7,3 +7,7 @@ class EyasError(ValueError):
     The message names the file or option, what was found, what was expected, and the command that mends it.
     The command line prints it without a traceback and exits 1.
     """
+
+
+class UsageError(EyasError):
+    """Options that contradict each other or are not what they must be: the command line exits 2."""

@@ -1,0 +1,34 @@
+PYTHON ?= python3
+# The version that CI runs. A machine with GPUs takes its CUDA build; name another with `make demo TORCH=torch==...`.
+TORCH ?= torch==2.13.0
+
+.PHONY: install demo test lint docs bench clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet $(TORCH)
+	.venv/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+# The main job on a real model: leaves demo/target, demo/prepared, demo/captured and demo/standard.
+demo: install
+	PATH="$(CURDIR)/.venv/bin:$$PATH" sh examples/demo.sh demo
+
+test: install lint
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
+
+lint: install
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+docs: install
+	.venv/bin/python docs/generate_cli.py
+
+bench: install
+	.venv/bin/python benchmarks/codec.py --help
+
+clean:
+	rm -rf .venv build dist demo *.egg-info
