@@ -18,7 +18,7 @@ from eyas.taps.errors import EyasError, UsageError
 # In the order of the data flow, which is how --help lists them.
 COMMANDS = ("prepare", "capture", "status", "standardize", "inspect")
 
-EXIT_STOPPED_EARLY = 75  # EX_TEMPFAIL: work is left, run the same command again
+ARGUMENTS = "eyas.arguments"  # key of ctx.meta: the arguments as given, for commands that start themselves again
 
 
 class Commands(click.Group):
@@ -34,6 +34,10 @@ class Commands(click.Group):
         if isinstance(ctx.obj, dict):
             apply_recipe(ctx, command, ctx.obj)
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

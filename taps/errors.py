@@ -11,3 +11,6 @@ class EyasError(ValueError):
 
 class UsageError(EyasError):
     """Options that contradict each other or are not what they must be: the command line exits 2."""
+
+
+EXIT_STOPPED_EARLY = 75  # EX_TEMPFAIL, the exit status where work is left: run the same command again
