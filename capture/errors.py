@@ -13,3 +13,7 @@ class SelfTestError(EyasError):
 
 class PreparedError(EyasError):
     """A prepared folder is missing, unreadable or of another tokenizer than the target."""
+
+
+class CaptureFailed(EyasError):
+    """More samples were rejected than the user allows. What was captured is kept."""

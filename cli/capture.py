@@ -1,0 +1,218 @@
+"""`eyas capture`: run the target over prepared samples and store its hidden states."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from eyas.cli.main import ARGUMENTS
+from eyas.cli.parameters import Duration, Size, format_bytes
+from eyas.cli.progress import Progress, format_seconds
+from eyas.cli.recipe import dry_run_option, print_dry_run
+from eyas.taps.errors import EXIT_STOPPED_EARLY
+
+if TYPE_CHECKING:
+    from eyas.capture.engines.base import TargetOutline
+    from eyas.capture.session import CaptureConfig, CaptureSummary, Plan, Tally
+    from eyas.shards.ledger import Problem
+
+
+@click.command(name="capture", short_help="Run the target over prepared samples and store its hidden states.")
+@click.argument("prepared", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--target", required=True, help="The model that is captured: a folder or a name on the hub.")
+@click.option("--revision", help="The target's revision on the hub.")
+@click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the target.")
+@click.option("--taps", help="What to store: taps in ascending depth (embed, after:J, final), or 'default'.")
+@click.option("--layers", help="Layer numbers instead of --taps; they need --convention.")
+@click.option("--convention", help="The system whose numbers --layers are, e.g. vllm or sglang@0.5.23.")
+@click.option("--last-hidden", default="after:last", help="after:last (pre-norm), final (post-norm) or none.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    help="Of the target's activations and what is stored; auto is the checkpoint's.",
+)
+@click.option("--codec", type=click.Choice(["raw", "zstd"]), default="raw", help="zstd is lossless and needs bfloat16.")
+@click.option("--target-statistics/--no-target-statistics", default=True, help="Store target_top1 and target_lse.")
+@click.option("--engine", type=click.Choice(["transformers"]), default="transformers", help="What runs the target.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="auto: cuda if there is one."
+)
+@click.option("--tp", type=click.IntRange(1), default=1, help="Processes (GPUs) that share one copy of the target.")
+@click.option("--dp", type=click.IntRange(1), default=1, help="Independent groups, each with its own copy.")
+@click.option("--batch-tokens", type=click.IntRange(1), default=16384, help="Tokens in one forward pass, at most.")
+@click.option("--shard-size", type=Size(), default="1GiB", help="About the size of a shard.")
+@click.option("--codec-threads", type=click.IntRange(1), default=4, help="Threads that compress, per process.")
+@click.option("--worker", help="The name shards start with; default: this host's.")
+@click.option("--max-samples", type=click.IntRange(1), help="Capture only the first so many prepared samples.")
+@click.option("--max-runtime", type=Duration(), help="Seal and exit 75 after this time, e.g. 11h30m.")
+@click.option("--max-rejects", type=click.FloatRange(0, 1), default=0.01, help="Share of samples that may fail.")
+@click.option("--retry-rejects", is_flag=True, help="Try the samples again that were rejected before.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@dry_run_option
+def command(**options: Any) -> None:
+    """Run the target over PREPARED and store the taps in the dataset OUT.
+
+    Run it again after any interruption, with another batch size or number of processes: what is sealed stays, and
+    every sample is captured exactly once. SIGTERM, Ctrl-C and --max-runtime seal what is complete and exit 75.
+
+    \b
+    eyas capture prepared captured --target ./llama --taps after:1,after:15,after:28
+    eyas capture prepared captured --target ./llama --layers 2,16,29 --convention vllm --tp 4 --dp 2
+    """
+    from eyas.capture.launch import launch_ranks
+    from eyas.capture.ranks import is_launched
+    from eyas.capture.session import run_capture
+
+    config, outline = _resolve(options)
+    tp, dp = options["tp"], options["dp"]
+    if options["dry_run"]:
+        print_dry_run(_plan_facts(config, outline, tp=tp, dp=dp))
+        return
+    if tp * dp > 1 and not is_launched():
+        raise SystemExit(launch_ranks(click.get_current_context().meta[ARGUMENTS], tp * dp))
+    with _Display() as display:
+        summary = run_capture(config, on_plan=display.plan, on_progress=display.progress)
+    if summary.rank == 0:
+        if options["as_json"]:
+            click.echo(json.dumps(asdict(summary)))
+        else:
+            _print_summary(summary)
+    if summary.stopped is not None:
+        raise SystemExit(EXIT_STOPPED_EARLY)
+
+
+def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline]:
+    import socket
+
+    from eyas.capture.engines import check_settings, read_outline
+    from eyas.capture.engines.base import EngineSettings
+    from eyas.capture.prepared import PreparedSamples
+    from eyas.capture.ranks import check_world_size
+    from eyas.capture.session import CaptureConfig, check_identity_early, check_tokenizer
+    from eyas.taps.notation import after, parse_tap
+    from eyas.taps.selection import select_taps
+
+    check_world_size(tp=options["tp"], dp=options["dp"])
+    prepared = PreparedSamples.open(options["prepared"])
+    engine, target = options["engine"], options["target"]
+    revision, trust_remote_code = options["revision"], options["trust_remote_code"]
+    outline = read_outline(engine, target=target, revision=revision, trust_remote_code=trust_remote_code)
+    chosen = options["last_hidden"]
+    last_hidden = (
+        None if chosen == "none" else after(outline.num_layers - 1) if chosen == "after:last" else parse_tap(chosen)
+    )
+    settings = EngineSettings(
+        target=target,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        taps=select_taps(
+            taps=options["taps"], layers=options["layers"], convention=options["convention"], outline=outline
+        ),
+        last_hidden=last_hidden,
+        dtype=outline.dtype if options["dtype"] == "auto" else options["dtype"],
+        target_statistics=options["target_statistics"],
+        device=options["device"],
+        tp=options["tp"],
+        batch_tokens=options["batch_tokens"],
+    )
+    check_settings(engine, outline, settings)
+    config = CaptureConfig(
+        prepared=options["prepared"],
+        dataset=options["out"],
+        engine=engine,
+        settings=settings,
+        codec=options["codec"],
+        worker=options["worker"] or socket.gethostname(),
+        shard_bytes=options["shard_size"],
+        codec_threads=options["codec_threads"],
+        max_samples=options["max_samples"],
+        max_runtime_seconds=options["max_runtime"],
+        max_rejects=options["max_rejects"],
+        retry_rejects=options["retry_rejects"],
+    )
+    check_tokenizer(config, prepared)
+    check_identity_early(config, prepared, outline)
+    return config, outline
+
+
+def _plan_facts(config: CaptureConfig, outline: TargetOutline, *, tp: int, dp: int) -> dict[str, object]:
+    from eyas.capture.prepared import PreparedSamples
+    from eyas.capture.session import bytes_per_token, plan_capture
+    from eyas.taps.notation import format_taps
+
+    plan = plan_capture(
+        PreparedSamples.open(config.prepared),
+        config.dataset,
+        max_samples=config.max_samples,
+        retry_rejects=config.retry_rejects,
+    )
+    left_tokens = int(plan.work.lengths.sum())
+    per_token = bytes_per_token(config, outline)
+    return {
+        "taps": f"{format_taps(config.settings.taps)} of {outline.num_layers} layers",
+        "last hidden": config.settings.last_hidden or "none",
+        "dtype": config.settings.dtype,
+        "processes": f"{tp * dp} (groups: {dp}, processes in each: {tp})",
+        "samples": f"{plan.num_samples:,} wanted, {plan.num_done:,} done, {plan.num_rejected:,} rejected, "
+        f"{plan.num_left:,} left",
+        "tokens left": f"{left_tokens:,}",
+        "bytes left": f"{format_bytes(left_tokens * per_token)} before compression ({per_token:,} bytes a token)",
+    }
+
+
+class _Display:
+    """What rank 0 shows: problems and progress on stderr, the summary on stdout."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._shown_tokens = 0
+        self._started = 0.0
+
+    def __enter__(self) -> _Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)
+
+    def plan(self, plan: Plan, problems: list[Problem]) -> None:
+        for problem in problems:
+            click.echo(f"recovered: {problem.where}: {problem.message}", err=True)
+        already = f", {plan.num_done:,} done before" if plan.num_done else ""
+        rejected = f", {plan.num_rejected:,} rejected before (--retry-rejects)" if plan.num_rejected else ""
+        tokens = int(plan.work.lengths.sum())
+        click.echo(f"capturing {plan.num_left:,} samples, {tokens:,} tokens{already}{rejected}", err=True)
+        if plan.num_left:
+            self._bar = Progress("capture", tokens, "tokens")
+            self._started = time.monotonic()
+
+    def progress(self, tally: Tally) -> None:
+        if self._bar is None:
+            return
+        rate = tally.num_bytes / max(time.monotonic() - self._started, 1e-9)
+        note = f"{format_bytes(tally.num_bytes)} sealed, {format_bytes(rate)}/s"
+        if tally.num_rejects:
+            note += f", {tally.num_rejects:,} rejected"
+        self._bar.update(tally.num_tokens - self._shown_tokens, note)
+        self._shown_tokens = tally.num_tokens
+
+
+def _print_summary(summary: CaptureSummary) -> None:
+    rate = summary.num_new_tokens / max(summary.capture_seconds, 1e-9)
+    click.echo(
+        f"captured {summary.num_new_samples:,} samples, {summary.num_new_tokens:,} tokens, "
+        f"{format_bytes(summary.num_new_bytes)} in {format_seconds(summary.seconds)} ({rate:,.0f} tokens/s)"
+    )
+    click.echo(
+        f"{summary.dataset}: {summary.num_done:,} of {summary.num_samples:,} samples done, "
+        f"{summary.num_rejected:,} rejected, {summary.num_left:,} left"
+    )
+    if summary.stopped is not None:
+        click.echo(f"stopped early ({summary.stopped}): run the same command again to go on", err=True)
