@@ -7,6 +7,8 @@ MASTER_ADDR and MASTER_PORT. A single process has none of them and needs no torc
 from __future__ import annotations
 
 import os
+import pickle
+import time
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,7 +18,8 @@ from eyas.taps.errors import UsageError
 Value = TypeVar("Value")
 
 # Rank 0 may verify shards that a crash left behind, and large targets load slowly, while the others wait.
-COLLECTIVE_TIMEOUT = timedelta(hours=2)
+TIMEOUT = timedelta(hours=2)
+SECONDS_BETWEEN_POLLS = 0.02
 
 
 def is_launched() -> bool:
@@ -33,57 +36,64 @@ def check_world_size(*, tp: int, dp: int) -> None:
         )
 
 
-class Ranks:
-    """A context: inside it torch.distributed's default group spans all ranks (where there are several)."""
+def open_store() -> Any:
+    """The key-value store that all ranks of a launch share (torch.distributed.Store); rank 0 or torchrun hosts it."""
+    from torch.distributed.rendezvous import rendezvous
 
-    def __init__(self, *, cuda: bool) -> None:
-        self.rank = int(os.environ.get("RANK", "0")) if is_launched() else 0
+    store, _, _ = next(
+        iter(rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=TIMEOUT))
+    )
+    return store
+
+
+class Ranks:
+    """A context in which all ranks can agree. It goes over the store alone, so that torch.distributed's process groups
+    are left to the engine.
+    """
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"]) if is_launched() else 0
         self.world_size = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
-        self._cuda = cuda
         self._store: Any = None
+        self._broadcasts = 0
         self._counters: dict[str, int] = {}
 
     def __enter__(self) -> Ranks:
-        if is_launched():
-            import torch
+        if self.world_size > 1:
             import torch.distributed as dist
 
-            if self._cuda:
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT)))
-            dist.init_process_group(
-                backend="cpu:gloo,cuda:nccl" if self._cuda else "gloo",
-                store=dist.PrefixStore("ranks", store),
-                rank=rank,
-                world_size=world_size,
-                timeout=COLLECTIVE_TIMEOUT,
-            )
-            self._store = dist.PrefixStore("counters", store)
+            self._store = dist.PrefixStore("session", open_store())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if is_launched():
-            import torch.distributed as dist
-
-            dist.destroy_process_group()
+        # Rank 0 may host the store: it leaves last, unless somebody failed, which ends the launch anyway.
+        if self._store is not None and error is None:
+            self.count("left", 1)
+            while self.rank == 0 and self.count("left") < self.world_size:
+                time.sleep(SECONDS_BETWEEN_POLLS)
 
     def broadcast(self, value: Value | None) -> Value:
         """Rank 0's ``value``, on every rank."""
-        if self.world_size == 1:
-            assert value is not None
-            return value
-        import torch.distributed as dist
-
-        box: list[Value | None] = [value]
-        dist.broadcast_object_list(box, src=0)
-        assert box[0] is not None
-        return box[0]
+        if self._store is not None:
+            key = f"broadcast-{self._broadcasts}"
+            self._broadcasts += 1
+            if self.rank == 0:
+                self._store.set(key, pickle.dumps(value))
+            else:
+                value = pickle.loads(self._store.get(key))
+        assert value is not None
+        return value
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        self.broadcast(0)
+        if self._store is not None:
+            self._broadcasts += 1
+            name = f"barrier-{self._broadcasts}"
+            self.count(name, 1)
+            while self.count(name) < self.world_size:
+                time.sleep(SECONDS_BETWEEN_POLLS)
 
     def count(self, name: str, amount: int = 0) -> int:
         """Add to a counter that all ranks share, and return its value: no rank waits for another."""

@@ -173,7 +173,7 @@ def run_capture(
     prepared = PreparedSamples.open(config.prepared)
     follow_parent()
     with stop_on_signals() as stopping, ExitStack() as stack:
-        ranks = stack.enter_context(Ranks(cuda=_uses_cuda(config.settings)))
+        ranks = stack.enter_context(Ranks())
         problems: list[Problem] = []
         if ranks.rank == 0:
             config.dataset.mkdir(parents=True, exist_ok=True)
@@ -339,9 +339,3 @@ def _probe(work: Work) -> list[TokenSample]:
             replace(sample, input_ids=sample.input_ids[:PROBE_TOKENS], loss_mask=sample.loss_mask[:PROBE_TOKENS])
         )
     return probe
-
-
-def _uses_cuda(settings: EngineSettings) -> bool:
-    import torch
-
-    return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
