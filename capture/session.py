@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from eyas.capture.engines import create_engine
 from eyas.capture.engines.base import Engine, EngineSettings, Forwarded, Rejected, Sealed, Sink, TargetOutline, Work
@@ -54,7 +55,8 @@ class CaptureConfig:
 class Plan:
     """What a capture has to do, and what is behind it. Token counts are those of the prepared samples."""
 
-    work: Work
+    rows: npt.NDArray[np.int64]  # [R] rows of the prepared samples that are left
+    lengths: npt.NDArray[np.int64]  # [R] tokens of each
     num_samples: int  # wanted in all
     num_tokens: int
     num_done: int
@@ -63,7 +65,11 @@ class Plan:
 
     @property
     def num_left(self) -> int:
-        return len(self.work.rows)
+        return len(self.rows)
+
+    @property
+    def num_left_tokens(self) -> int:
+        return int(self.lengths.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +114,8 @@ def plan_capture(prepared: PreparedSamples, dataset: Path, *, max_samples: int |
         rejected = np.isin(ids, np.array(rejected_ids, dtype=np.uint64)) & ~done
     rows = np.flatnonzero(~done & ~rejected)
     return Plan(
-        work=Work(source=prepared, rows=rows, lengths=lengths[rows]),
+        rows=rows,
+        lengths=lengths[rows],
         num_samples=len(ids),
         num_tokens=int(lengths.sum()),
         num_done=int(done.sum()),
@@ -181,7 +188,7 @@ def run_capture(
             if (config.dataset / IDENTITY_FILE).exists():
                 problems = recover(config.dataset, read_identity(config.dataset))
         plan = ranks.broadcast(_plan(config, prepared) if ranks.rank == 0 else None)
-        plan = replace(plan, work=replace(plan.work, source=prepared))
+        work = Work(source=prepared, rows=plan.rows, lengths=plan.lengths)
         if ranks.rank == 0:
             on_plan(plan, problems)
         tally = _Tally(ranks)
@@ -194,7 +201,7 @@ def run_capture(
         if plan.num_left and not stopping.is_set():
             engine = stack.enter_context(create_engine(config.engine, config.settings))
             identity = _identity(config, prepared, engine.target)
-            engine.self_test(_probe(plan.work))
+            engine.self_test(_probe(work))
             if ranks.rank == 0:
                 create_or_match(config.dataset, identity)
             ranks.barrier()
@@ -208,7 +215,7 @@ def run_capture(
             capture_started = time.monotonic()
             _pump_events(
                 engine,
-                plan.work,
+                work,
                 sink,
                 rank=ranks.rank,
                 tally=tally,

@@ -153,7 +153,7 @@ def _plan_facts(config: CaptureConfig, outline: TargetOutline, *, tp: int, dp: i
         max_samples=config.max_samples,
         retry_rejects=config.retry_rejects,
     )
-    left_tokens = int(plan.work.lengths.sum())
+    left_tokens = plan.num_left_tokens
     per_token = bytes_per_token(config, outline)
     return {
         "taps": f"{format_taps(config.settings.taps)} of {outline.num_layers} layers",
@@ -187,7 +187,7 @@ class _Display:
             click.echo(f"recovered: {problem.where}: {problem.message}", err=True)
         already = f", {plan.num_done:,} done before" if plan.num_done else ""
         rejected = f", {plan.num_rejected:,} rejected before (--retry-rejects)" if plan.num_rejected else ""
-        tokens = int(plan.work.lengths.sum())
+        tokens = plan.num_left_tokens
         click.echo(f"capturing {plan.num_left:,} samples, {tokens:,} tokens{already}{rejected}", err=True)
         if plan.num_left:
             self._bar = Progress("capture", tokens, "tokens")
