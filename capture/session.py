@@ -24,9 +24,16 @@ from eyas.capture.errors import CaptureFailed, PreparedError
 from eyas.capture.launch import follow_parent
 from eyas.capture.prepared import PreparedSamples
 from eyas.capture.ranks import Ranks
-from eyas.shards.identity import IDENTITY_FILE, DatasetIdentity, TargetIdentity, create_or_match, read_identity
-from eyas.shards.ledger import Problem, lock_dataset, read_ledgers, recover
-from eyas.shards.rejects import append_reject, read_rejects
+from eyas.shards.identity import (
+    IDENTITY_FILE,
+    DatasetIdentity,
+    IdentityError,
+    TargetIdentity,
+    create_or_match,
+    read_identity,
+)
+from eyas.shards.ledger import LEDGER_FOLDER, SHARDS_FOLDER, Problem, lock_dataset, read_ledgers, recover
+from eyas.shards.rejects import REJECTS_FOLDER, append_reject, read_rejects
 from eyas.shards.sample import TokenSample
 
 PROBE_SAMPLES = 2
@@ -151,7 +158,16 @@ def check_identity_early(config: CaptureConfig, prepared: PreparedSamples, outli
 
     What only the loaded target tells (its final norm, ...) is compared again once it is there.
     """
-    if (config.dataset / IDENTITY_FILE).exists():
+    if not (config.dataset / IDENTITY_FILE).exists():
+        others = [
+            path.name for path in config.dataset.glob("*")
+        ]  # what a killed start leaves is hidden or a folder of ours
+        if others and not set(others) <= {SHARDS_FOLDER, LEDGER_FOLDER, REJECTS_FOLDER}:
+            raise IdentityError(
+                f"{config.dataset} is no dataset and not empty (it holds {', '.join(sorted(others)[:3])}): "
+                f"give another OUT"
+            )
+    else:
         there = read_identity(config.dataset).target
         known = replace(
             there,
@@ -233,6 +249,12 @@ def run_capture(
                 f"{config.dataset / 'rejects'}. What was captured is kept: mend the cause and run it again with "
                 f"--retry-rejects, or allow more with --max-rejects."
             )
+        reason = "signal" if stopping.is_set() else "max runtime" if finished > deadline else None
+        if after.num_left and reason is None:
+            raise CaptureFailed(
+                f"the engine ended with {after.num_left} samples neither captured nor rejected: run it again; if it "
+                f"ends so again, this is a fault of eyas"
+            )
         return CaptureSummary(
             rank=ranks.rank,
             dataset=str(config.dataset),
@@ -245,7 +267,7 @@ def run_capture(
             num_new_bytes=total.num_bytes,
             seconds=finished - started,
             capture_seconds=finished - capture_started,
-            stopped=None if not after.num_left else "signal" if stopping.is_set() else "max runtime",
+            stopped=reason if after.num_left else None,
         )
 
 
