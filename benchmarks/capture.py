@@ -101,10 +101,9 @@ def main() -> None:
     shape = TINY if options.tiny else LLAMA_8B
     rank = int(os.environ.get("RANK", "0"))
     target, ready = options.scratch / "bench-target", options.scratch / "bench-target.ready"
-    if rank == 0:
-        if not ready.exists():
-            make_target(target, shape)
-            ready.touch()
+    if rank == 0 and not ready.exists():
+        make_target(target, shape)
+        ready.touch()
     while not ready.exists():
         time.sleep(0.5)
     samples = RandomSamples(options.samples, options.length, int(shape["vocab_size"]))
