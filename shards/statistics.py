@@ -22,10 +22,12 @@ def tap_statistics(features: Tensor) -> Tensor:
     """
     import torch
 
-    num_tokens, num_taps, hidden_size = features.shape
+    num_taps, hidden_size = features.shape[1:]
     total = torch.zeros(num_taps, 4, dtype=torch.float64, device=features.device)  # [A, 4]
     largest = torch.finfo(torch.float32).max
-    for rows in features.split(max(1, _CHUNK_ELEMENTS // max(1, num_taps * hidden_size))):  # [t, A, H]
+    step = max(1, _CHUNK_ELEMENTS // (num_taps * hidden_size))
+    for start in range(0, len(features), step):
+        rows = features[start : start + step]  # [t, A, H]
         norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)  # [t, A]
         peaks = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, dtype=torch.float32)  # [t, A]
         finite = torch.isfinite(peaks)  # [t, A]
