@@ -25,3 +25,7 @@ class ShardWriteError(EyasError):
 
 class HeldError(EyasError):
     """Another process holds the dataset, or the worker name."""
+
+
+class LedgerError(EyasError):
+    """A ledger holds lines that no eyas wrote. (Torn or damaged lines are no error: they are reported as problems.)"""

@@ -8,6 +8,7 @@ Everything here works without torch: opening a dataset of 120 000 shards takes a
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import json
@@ -24,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, publish
-from eyas.shards.errors import HeldError, ShardError
+from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, publish, remove_temporaries
+from eyas.shards.errors import HeldError, LedgerError, ShardError
 from eyas.shards.identity import DatasetIdentity
 from eyas.shards.sample import parse_sample_ids
 from eyas.taps.errors import EyasError
@@ -61,7 +62,8 @@ class SealedShard:
 class Problem:
     """Something in a dataset folder that is not as a finished capture leaves it."""
 
-    kind: str  # torn line, leftover temporary, shard without line, line without shard, size differs, duplicate sample
+    # torn line, leftover temporary, shard without line, line without shard, size differs, duplicate sample, set aside
+    kind: str
     where: str  # path relative to the dataset
     message: str
 
@@ -146,6 +148,8 @@ def read_ledgers(dataset: Path) -> LedgerState:
             if name.startswith(TEMPORARY_PREFIX):
                 message = "of a running capture, or left by one that was killed; the next capture removes it"
                 problems.append(Problem("leftover temporary", where, message))
+            elif name.endswith(CORRUPT_SUFFIX):
+                problems.append(Problem("set aside", where, "a damaged shard, kept for you to look at or delete"))
             elif _SHARD_NAME.fullmatch(name):
                 message = "in no ledger; the next capture verifies it and takes it in"
                 problems.append(Problem("shard without line", where, message))
@@ -192,8 +196,10 @@ class WorkerLedger:
             raise
 
     def close(self) -> None:
-        """Give the worker name back."""
-        os.close(self._fd)
+        """Give the worker name back. May be called again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
     def __enter__(self) -> WorkerLedger:
         return self
@@ -244,27 +250,67 @@ def lock_dataset(dataset: Path) -> Iterator[None]:
 def recover(dataset: Path, identity: DatasetIdentity) -> list[Problem]:
     """Bring ``dataset`` to a state where every shard has its line and every line its shard. Call under lock_dataset().
 
-    Leftover temporaries are removed; shards without a line are verified in full and taken in; shards that fail, or
-    whose size differs from their line, are set aside as ``<name>.corrupt``; ledgers lose torn lines and lines whose
-    shard is gone, so that those samples are captured again. Returns what was found, with what was done about it.
+    Leftover temporaries are removed. Shards without a line are verified in full and taken in; those that fail, and
+    those whose size differs from their line, are set aside as ``<name>.corrupt``. Ledgers lose torn lines and lines
+    whose shard is gone, so that those samples are captured again. Returns what was found and what was done about it.
     Raises HeldError where a worker of an earlier run is still writing.
     """
+    done: list[Problem] = []
+    shards, ledgers = dataset / SHARDS_FOLDER, dataset / LEDGER_FOLDER
+    for folder in (shards, ledgers):
+        folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as locks:
+        for path in _ledgers(dataset):
+            refusal = f"{dataset}: worker {path.stem} of an earlier run is still writing: stop it, or wait for its end"
+            locks.callback(os.close, _open_locked(path, refusal))
+        for folder in (dataset, ledgers, shards):
+            for name in remove_temporaries(folder):
+                where = os.path.relpath(folder / name, dataset)
+                done.append(Problem("leftover temporary", where, "removed; nothing in it counted as done"))
+        sizes = _shard_sizes(dataset)
+        lines: dict[str, list[SealedShard]] = {}  # per worker, what its ledger should hold
+        changed: set[str] = set()
+        for path in _ledgers(dataset):
+            entries, torn = _read_ledger(path)
+            lines[path.stem] = [entry for entry in entries if sizes.get(entry.shard) == entry.num_bytes]
+            if torn or len(lines[path.stem]) < len(entries):
+                changed.add(path.stem)
+            done += [Problem("torn line", f"{LEDGER_FOLDER}/{path.name}", f"{message}; removed") for message in torn]
+            for entry in entries:
+                again = f"its {len(entry.sample_ids)} samples will be captured again"
+                found, where = sizes.pop(entry.shard, None), f"{SHARDS_FOLDER}/{entry.shard}"
+                if found is None:
+                    done.append(Problem("line without shard", where, f"line removed; {again}"))
+                elif found != entry.num_bytes:
+                    message = f"{found} bytes instead of {entry.num_bytes}; {_set_aside(shards / entry.shard)}; {again}"
+                    done.append(Problem("size differs", where, message))
+        for name in sorted(sizes):  # what no line names
+            if match := _SHARD_NAME.fullmatch(name):
+                adopted, message = _adopt(shards / name, identity)
+                done.append(Problem("shard without line", f"{SHARDS_FOLDER}/{name}", message))
+                if adopted is not None:
+                    lines.setdefault(match[1], []).append(adopted)
+                    changed.add(match[1])
+        for worker in sorted(changed):
+            publish(ledgers / f"{worker}.jsonl", b"".join(map(format_line, lines[worker])))
+    return done
+
+
+def _adopt(path: Path, identity: DatasetIdentity) -> tuple[SealedShard | None, str]:
+    """The line of a shard that has none, or None where it is damaged and was set aside; and what to say about it."""
     from eyas.shards.validate import read_entry
 
-    done: list[Problem] = []
-    shards = dataset / SHARDS_FOLDER
-    for folder in (shards, dataset / LEDGER_FOLDER):
-        folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as held:
-        for ledger in _ledgers(dataset):
-            held.enter_context(WorkerLedger(dataset, ledger.stem))
-        for folder in (dataset, dataset / LEDGER_FOLDER, shards):
-            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-                if entry.name.startswith(TEMPORARY_PREFIX) and entry.is_file(follow_symlinks=False):
-                    os.unlink(entry.path)
-                    where = os.path.relpath(entry.path, dataset)
-                    done.append(Problem("leftover temporary", where, "removed; nothing in it counted as done"))
-    return done
+    try:
+        entry = read_entry(path, identity, None)
+    except ShardError as error:
+        return None, f"{_set_aside(path)}, since {error.tensor or 'it'}: {error.what}"
+    return entry, f"verified and taken in, with {len(entry.sample_ids)} samples"
+
+
+def _set_aside(path: Path) -> str:
+    os.rename(path, path.with_name(path.name + CORRUPT_SUFFIX))
+    fsync_folder(path.parent)
+    return f"set aside as {path.name}{CORRUPT_SUFFIX}"
 
 
 def format_line(shard: SealedShard) -> bytes:
@@ -275,21 +321,52 @@ def format_line(shard: SealedShard) -> bytes:
 
 def _read_ledger(ledger: Path) -> tuple[list[SealedShard], list[str]]:
     """The whole lines of a ledger in file order, and a message for each line that is not whole."""
-    content = ledger.read_bytes()
+    written = ledger.read_bytes().split(b"\n")
     lines, torn = [], []
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    if written.pop():
+        torn.append("the last line is torn, and does not count")
+    for number, line in enumerate(written, start=1):
         body, check = line[:-_CHECK_BYTES], line[-_CHECK_BYTES:]
         if check == _CHECK_KEY + xxhash.xxh3_64_hexdigest(body).encode() + b'"}':
             lines.append(line)
-        elif line:
+        else:
             torn.append(f"line {number} is torn or damaged, and does not count")
-    # One call for all lines: the parser then keeps one copy of each key, not one a line.
-    entries = []
-    for body in json.loads(b"[" + b",".join(lines) + b"]"):
-        del body["line_xxh3"]
-        body["sample_ids"] = tuple(body["sample_ids"])
-        entries.append(SealedShard(**body))
+    try:
+        # One call for all lines: the parser then keeps one copy of each key, not one a line.
+        bodies = json.loads(b"[" + b",".join(lines) + b"]")
+        entries = [_entry(body, ledger.stem) for body in bodies]
+        if len({entry.shard for entry in entries}) < len(entries):
+            raise ValueError("a shard has two lines")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LedgerError(
+            f"{ledger}: whole lines, and yet not what a worker {ledger.stem} writes ({error!r}): restore the file, or "
+            f"move it away and run the capture again, which verifies its shards and takes them in"
+        ) from error
     return entries, torn
+
+
+def _entry(body: dict[str, Any], worker: str) -> SealedShard:
+    entry = SealedShard(
+        shard=body["shard"],
+        num_bytes=body["num_bytes"],
+        xxh3=body["xxh3"],
+        num_tokens=body["num_tokens"],
+        num_trained_tokens=body["num_trained_tokens"],
+        sample_ids=tuple(body["sample_ids"]),
+        statistics=body["statistics"],
+        seconds=body["seconds"],
+        sealed_at=body["sealed_at"],
+    )
+    # A name from a file: it must stay inside the shards folder.
+    match = _SHARD_NAME.fullmatch(entry.shard)
+    if match is None or match[1] != worker:
+        raise ValueError(f"shard name {entry.shard!r}")
+    if not type(entry.num_bytes) is type(entry.num_tokens) is type(entry.num_trained_tokens) is int:
+        raise ValueError(f"counts of {entry.shard}")
+    if not entry.sample_ids or set(map(len, entry.sample_ids)) != {16}:
+        raise ValueError(f"sample ids of {entry.shard}")
+    bytes.fromhex("".join(entry.sample_ids))
+    return entry
 
 
 def _ledgers(dataset: Path) -> list[Path]:
@@ -340,15 +417,16 @@ def _open_locked(path: Path, refusal: str) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # recover() may have replaced the file between open and flock: then the lock is on a dead name.
-            if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
-        except BlockingIOError as error:
             os.close(fd)
-            raise HeldError(refusal) from error
-        except BaseException:
+        except OSError as error:
             os.close(fd)
+            if isinstance(error, BlockingIOError):
+                raise HeldError(refusal) from error
+            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise HeldError(f"{path}: this file system cannot lock files, and eyas needs that") from error
             raise
-        os.close(fd)
 
 
 @contextlib.contextmanager
