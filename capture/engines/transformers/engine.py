@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eyas.capture.engines.base import EngineSettings, Event, Forwarded, Rejected, Sink, Work
+from eyas.capture.engines.base import (
+    EngineSettings,
+    Event,
+    Forwarded,
+    Rejected,
+    Sink,
+    TargetOutline,
+    Work,
+)
 from eyas.capture.engines.transformers.batches import Batch, length_boundary, pad, plan_batches, real_rows
 from eyas.capture.engines.transformers.hooks import TapHooks
 from eyas.capture.engines.transformers.load import (
@@ -31,12 +39,12 @@ from eyas.capture.engines.transformers.load import (
 )
 from eyas.capture.engines.transformers.locate import TextStack, last_hidden_state, locate
 from eyas.capture.engines.transformers.parallel import Ranks, check_tp
-from eyas.capture.engines.transformers.pump import CapturedBatch, Pump, batch_bytes
+from eyas.capture.engines.transformers.pump import CapturedBatch, Pump
 from eyas.capture.engines.transformers.statistics import TOLERANCES, Head, find_head, predicting_rows
 from eyas.capture.errors import SelfTestError, TargetError
 from eyas.shards.identity import TargetIdentity
 from eyas.shards.sample import TokenSample
-from eyas.taps.notation import FINAL, Tap, validate_taps
+from eyas.taps.notation import Tap, validate_taps
 
 if TYPE_CHECKING:
     import torch
@@ -104,11 +112,9 @@ class TransformersEngine:
         running.ranks.leave(failed=kind is not None)
 
     @cached_property
-    def _outline(self) -> Any:
+    def _outline(self) -> TargetOutline:
         settings = self._settings
-        return read_outline(
-            settings.target, revision=settings.revision, trust_remote_code=settings.trust_remote_code
-        )
+        return read_outline(settings.target, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
 
     @property
     def _loaded(self) -> _Running:
@@ -141,17 +147,16 @@ class TransformersEngine:
             logit_scale=running.head.scale,
             logit_softcap=running.head.softcap,
             lm_head_bias=getattr(lm_head, "bias", None) is not None,
-            lm_head_rows=int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]),  # type: ignore[union-attr]
+            lm_head_rows=_num_rows(lm_head),
         )
 
     @property
     def max_positions(self) -> int | None:
         """The longest sequence, in tokens, that the target's positions allow; None where unlimited or unknown."""
-        limit = self._outline.max_positions
-        return None if limit is None else int(limit)
+        return self._outline.max_positions
 
     def self_test(self, probe: Sequence[TokenSample]) -> None:
-        """Prove on up to four samples of ``probe`` (their first 512 tokens) that what is captured is what was asked for.
+        """Prove on up to four samples of ``probe`` (their first 512 tokens) that the taps asked for are captured.
 
         Captured the way ``capture`` does it, batched and padded, each tap must equal transformers' own hidden_states
         of each sample alone and be nearer to them than to those of any other depth; after:{L-1}, which transformers
@@ -202,19 +207,6 @@ class TransformersEngine:
             batch_tokens=settings.batch_tokens,
             never_across=length_boundary(text_config(outline.config)),
         )
-        buffer_bytes = max(
-            (
-                batch_bytes(
-                    batch.num_tokens,
-                    len(batch.rows),
-                    num_taps=len(settings.taps),
-                    hidden_size=outline.hidden_size,
-                    itemsize_bytes=4 if settings.dtype == "float32" else 2,
-                )
-                for batch in batches
-            ),
-            default=0,
-        )
         written = np.zeros(ranks.tp, dtype=np.int64)  # tokens that each rank of the group was given to write
         with (
             sink.open(ranks.rank, self._metadata()) as writer,
@@ -223,7 +215,6 @@ class TransformersEngine:
                 taps=settings.taps,
                 last_hidden=settings.last_hidden,
                 device=running.device,
-                buffer_bytes=buffer_bytes,
             ) as pump,
         ):
             while True:
@@ -437,6 +428,11 @@ class TransformersEngine:
             "batch_tokens": str(settings.batch_tokens),
             "host": platform.node(),
         }
+
+
+def _num_rows(lm_head: Any) -> int:
+    """Of the whole lm_head, also where it is quantized or split over ranks."""
+    return int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0])
 
 
 def _pick_device(settings: EngineSettings) -> torch.device:

@@ -39,15 +39,16 @@ def read_outline(target: str, *, revision: str | None = None, trust_remote_code:
     architectures = getattr(config, "architectures", None) or []
     if not architectures:
         raise TargetError(
-            f"--target {target}: config.json names no architecture; expected e.g. "
-            f'"architectures": ["LlamaForCausalLM"]'
+            f'--target {target}: config.json names no architecture; expected e.g. "architectures": ["LlamaForCausalLM"]'
         )
     text = text_config(config)
     sizes = {}
     for field in ("num_hidden_layers", "hidden_size", "vocab_size"):
         value = getattr(text, field, None)
         if not isinstance(value, int) or value < 1:
-            raise TargetError(f"--target {target}: {type(text).__name__} has no {field}: is it a causal language model?")
+            raise TargetError(
+                f"--target {target}: {type(text).__name__} has no {field}: is it a causal language model?"
+            )
         sizes[field] = value
     # Tables of learned positions and rotary embeddings alike; ALiBi models and others have no such bound.
     max_positions = getattr(text, "max_position_embeddings", None)
@@ -110,7 +111,7 @@ def load_model(
             f"--target {settings.target}: {type(model).__name__} has no language model head; expected a causal "
             f"language model"
         )
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def hash_weights(target: str, revision: str | None) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from eyas.capture.engines.base import TargetOutline
@@ -172,7 +173,7 @@ def _why_no_stack(
         for what, tensor in (("input", call.given), ("output", call.returned)):
             if tensor is None or tuple(tensor.shape) != shape:
                 return f"the {what} of entry {j} is {'no tensor' if tensor is None else list(tensor.shape)}"
-    for (j, call), (_, following) in zip(made, made[1:], strict=False):
+    for (j, call), (_, following) in pairwise(made):
         assert call.returned is not None
         assert following.given is not None
         if not torch.equal(call.returned, following.given):

@@ -14,7 +14,8 @@ from eyas.capture.errors import TargetError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed import ProcessGroup, Store
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
 
 # Loading a large target takes tens of minutes, and ranks differ in it.
 TIMEOUT = timedelta(hours=2)
@@ -112,7 +113,7 @@ class Ranks:
         on_cuda = device.type == "cuda"
         dist.init_process_group(
             backend="nccl" if on_cuda else "gloo",
-            store=dist.PrefixStore(f"eyas/group-{self.group}", self._store),
+            store=dist.PrefixStore(f"eyas/group-{self.group}", self._store),  # type: ignore[attr-defined]
             rank=self.rank_in_group,
             world_size=self.tp,
             timeout=TIMEOUT,

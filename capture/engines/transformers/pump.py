@@ -1,8 +1,8 @@
 """From the device to the shards: copies overlap the forward, writing overlaps both, memory is bounded.
 
 The forward's thread hands over a batch's tensors on the device and goes on. On CUDA a side stream reduces their
-statistics and copies them into one of a few pinned buffers; a thread waits for that copy and feeds the shard writer.
-When all buffers are in use, the forward waits. On the CPU the same thread writes, and nothing needs copying.
+statistics and copies them into pinned memory; a thread waits for that copy and feeds the shard writer, which writes
+from that same memory. A few batches may be on their way; then the forward waits. On the CPU nothing needs copying.
 
 Shapes: N tokens of B samples back to back, A taps, H hidden_size.
 """
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Batches between the forward and the writer. Two would do when both are steady: one is copied while one is written.
-# The third evens out a writer that waits for a shard to be sealed.
-NUM_BUFFERS = 3
+# The third evens out a writer that waits for a shard to be sealed. What the writer has taken it bounds itself.
+BATCHES_IN_FLIGHT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,6 @@ class _Handover:
     host: list[Tensor | None]  # features, last_hidden, top1, lse on the CPU
     statistics: list[Tensor]  # per sample float64 [A(+1), 4], on the CPU
     copied: torch.cuda.Event | None
-    buffer: Tensor | None
 
 
 class Pump:
@@ -66,27 +65,14 @@ class Pump:
     """
 
     def __init__(
-        self,
-        writer: ShardWriter,
-        *,
-        taps: Sequence[Tap],
-        last_hidden: Tap | None,
-        device: torch.device,
-        buffer_bytes: int,
+        self, writer: ShardWriter, *, taps: Sequence[Tap], last_hidden: Tap | None, device: torch.device
     ) -> None:
-        """``buffer_bytes``: of the largest batch that will be put."""
         import torch
 
         self._writer = writer
         self._columns = [str(tap) for tap in taps] + ([] if last_hidden is None else [f"last_hidden ({last_hidden})"])
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._buffer_bytes = buffer_bytes
-        # On the CPU the batch's own memory is what is written, and a buffer is only the permission to hold it.
-        self._buffers: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
-        for _ in range(NUM_BUFFERS):
-            self._buffers.put(
-                None if self._stream is None else torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True)
-            )
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._room = threading.Semaphore(BATCHES_IN_FLIGHT)
         self._handovers: queue.SimpleQueue[_Handover | None] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None
@@ -106,17 +92,13 @@ class Pump:
             self._thread.join()
 
     def put(self, batch: CapturedBatch) -> None:
-        """Hand over a batch. Waits while all buffers are in use; raises what went wrong in the writer's thread."""
-        buffer = self._buffers.get()
+        """Hand over a batch. Waits while too many are on their way; raises what went wrong in the writer's thread."""
+        self._room.acquire()
         self._raise_error()
-        if self._stream is None:
-            self._handovers.put(
-                _Handover(
-                    batch=batch, host=batch.tensors, statistics=_statistics(batch), copied=None, buffer=buffer
-                )
-            )
+        if self._stream is not None:
+            self._handovers.put(self._start_copy(batch, self._stream))
         else:
-            self._handovers.put(self._start_copy(batch, buffer))
+            self._handovers.put(_Handover(batch=batch, host=batch.tensors, statistics=_statistics(batch), copied=None))
 
     def events(self) -> list[Event]:
         """What became of samples since the last call. Raises what went wrong in the writer's thread."""
@@ -131,44 +113,33 @@ class Pump:
         self._events.extend(Sealed(shard=shard) for shard in self._writer.close())
         return self.events()
 
-    def _start_copy(self, batch: CapturedBatch, buffer: Tensor | None) -> _Handover:
-        """On the side stream: statistics, then everything into ``buffer`` (uint8), without waiting."""
+    def _start_copy(self, batch: CapturedBatch, stream: torch.cuda.Stream) -> _Handover:
+        """On the side stream: statistics, then everything into pinned memory, without waiting."""
         import torch
 
-        assert self._stream is not None
-        assert buffer is not None
-        computed = torch.cuda.Event()
-        computed.record()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(computed)
-            statistics = torch.stack(_statistics(batch))  # float64 [B, A(+1), 4]
-            host: list[Tensor | None] = []
-            begin = 0
-            for tensor in (statistics, *batch.tensors):
-                if tensor is None:
-                    host.append(None)
-                    continue
-                num_bytes = tensor.numel() * tensor.element_size()
-                place = buffer[begin : begin + num_bytes].view(tensor.dtype).view(tensor.shape)
-                place.copy_(tensor, non_blocking=True)
-                host.append(place)
-                begin += -(-num_bytes // 64) * 64
-            copied = torch.cuda.Event()
+        # Pinned memory comes from torch's cache, which takes a block back once the writer has let go of it. One block
+        # a tensor and batch: the samples are slices of it.
+        def copy(tensor: Tensor) -> Tensor:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return host.copy_(tensor, non_blocking=True)
+
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            statistics = copy(torch.stack(_statistics(batch)))  # float64 [B, A(+1), 4]
+            host = [None if tensor is None else copy(tensor) for tensor in batch.tensors]
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-            # The statistics were made on this stream and are freed on it: in order.
-        per_sample, *rest = host
-        assert per_sample is not None
-        return _Handover(batch=batch, host=rest, statistics=list(per_sample), copied=copied, buffer=buffer)
+        return _Handover(batch=batch, host=host, statistics=list(statistics), copied=copied)
 
     def _run(self) -> None:
         while (handover := self._handovers.get()) is not None:
-            # After an error the buffers still go round, so that put() wakes up and raises it.
+            # After an error the queue still empties, so that put() wakes up and raises it.
             if self._error is None and not self._dropped:
                 try:
                     self._write(handover)
                 except BaseException as error:  # noqa: BLE001  raised again in the forward's thread
                     self._error = error
-            self._buffers.put(handover.buffer)
+            self._room.release()
 
     def _write(self, handover: _Handover) -> None:
         import torch
@@ -215,15 +186,6 @@ class Pump:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def batch_bytes(num_tokens: int, num_samples: int, *, num_taps: int, hidden_size: int, itemsize_bytes: int) -> int:
-    """A bound on the pinned memory that a batch takes: features, last_hidden, statistics, and their alignment."""
-    return (
-        num_tokens * ((num_taps + 1) * hidden_size * itemsize_bytes + 8)
-        + num_samples * (num_taps + 1) * 4 * 8
-        + 64 * 5
-    )
 
 
 def _statistics(batch: CapturedBatch) -> list[Tensor]:
