@@ -67,7 +67,9 @@ def match_taps(candidate: torch.Tensor, reference: Sequence[torch.Tensor] | torc
         raise ValueError(f"{len(reference)} reference tensors for {len(taps)} taps")
     for tensor in reference:
         if tensor.shape != candidate.shape or candidate.dim() != 2:
-            raise ValueError(f"candidate {tuple(candidate.shape)}, reference {tuple(tensor.shape)}: expected [T, H] both")
+            raise ValueError(
+                f"candidate {tuple(candidate.shape)}, reference {tuple(tensor.shape)}: expected [T, H] both"
+            )
     num_rows, width = candidate.shape
     chunk = max(1, _CHUNK_ELEMENTS // max(1, width))
     errors = torch.empty(len(taps), num_rows)  # [n, T]

@@ -142,7 +142,9 @@ def test_the_taps_that_ids_name_have_ids_that_name_them(
     assert format_taps(resolve(convention, written, target)) == expected
 
 
-EVERY_ENTRY = [pytest.param(e, id=f"{s.name}-{e.versions}-{i}") for s in SYSTEMS.values() for i, e in enumerate(s.entries)]
+EVERY_ENTRY = [
+    pytest.param(e, id=f"{s.name}-{e.versions}-{i}") for s in SYSTEMS.values() for i, e in enumerate(s.entries)
+]
 
 
 @pytest.mark.parametrize("entry", EVERY_ENTRY)
