@@ -13,3 +13,7 @@ class SelfTestError(EyasError):
 
 class PreparedError(EyasError):
     """A prepared folder is missing, unreadable or of another tokenizer than the target."""
+
+
+class ConversationsError(EyasError):
+    """The input of eyas prepare is not there, or is of no known form."""
