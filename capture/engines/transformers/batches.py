@@ -30,18 +30,6 @@ class Batch:
     rows: npt.NDArray[np.int64]  # [B]
     lengths: npt.NDArray[np.int64]  # [B], descending
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lengths.sum())
-
-    def halves(self) -> tuple[Batch, Batch]:
-        """Two batches of half the rows each. Only for more than one row."""
-        middle = len(self.rows) // 2
-        return (
-            Batch(rows=self.rows[:middle], lengths=self.lengths[:middle]),
-            Batch(rows=self.rows[middle:], lengths=self.lengths[middle:]),
-        )
-
 
 def plan_batches(
     rows: npt.NDArray[np.int64],

@@ -75,8 +75,11 @@ def locate(model: Any, outline: TargetOutline) -> TextStack:
     calls: list[_Call] = []
     inner = {id(part) for stack in stacks.values() for layer in stack for part in layer.modules() if part is not layer}
     outer = [module for module in model.modules() if id(module) not in inner]
-    with torch.inference_mode(), _recorded(outer, calls):
-        model(input_ids=probe, use_cache=False)
+    try:
+        with torch.inference_mode(), _recorded(outer, calls):
+            model(input_ids=probe, use_cache=False)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise TargetError(f"{type(model).__name__} fails on {probe.shape[1]} tokens of text alone: {error}") from error
     found = {name: why for name, stack in stacks.items() if (why := _why_no_stack(stack, outline, calls, shape))}
     confirmed = [name for name in stacks if name not in found]
     if len(confirmed) != 1:
@@ -103,7 +106,7 @@ def locate(model: Any, outline: TargetOutline) -> TextStack:
     )
 
 
-def probe_ids(outline: TargetOutline, device: torch.device) -> Tensor:
+def probe_ids(outline: TargetOutline, device: torch.device | str) -> Tensor:
     """A few distinct ids: int64 [1, T], T at most PROBE_TOKENS."""
     import torch
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import re
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from eyas.capture.engines.transformers.load import text_config
 from eyas.capture.errors import TargetError
+from eyas.capture.ranks import SECONDS_BETWEEN_POLLS, TIMEOUT, open_store
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
-
-# Loading a large target takes tens of minutes, and ranks differ in it.
-TIMEOUT = timedelta(hours=2)
 
 # What a rule of transformers' tensor-parallel plan splits, by the module it names: (rule, attributes of the
 # configuration of which each one that exists must divide, what they count).
@@ -105,9 +102,8 @@ class Ranks:
 
     def _join(self, device: torch.device) -> None:
         import torch.distributed as dist
-        from torch.distributed.rendezvous import rendezvous
 
-        self._store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=TIMEOUT))
+        self._store = open_store()
         if self.tp == 1:
             return
         on_cuda = device.type == "cuda"
@@ -175,7 +171,7 @@ class Ranks:
             self._store.add("eyas/left", 1)
             if self.rank == 0:
                 while self._store.add("eyas/left", 0) < self.world_size:
-                    time.sleep(0.02)
-        if dist.is_initialized():
+                    time.sleep(SECONDS_BETWEEN_POLLS)
+        if dist.is_initialized() and not failed:  # which could wait for a rank that is gone
             dist.destroy_process_group()
         self._store = self._control = None
