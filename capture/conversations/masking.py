@@ -8,8 +8,8 @@ An answer is trained where three things hold, and left out and counted where one
    generated that text in that place.
 2. The text there is the message's own. What the template puts before it (an empty thinking block, a channel's header)
    is not; white space is, and so is the markup around the message's own thinking and tool calls.
-3. Tokens keep the borders: the whole text has the tokens of its pieces, cut at the borders. Where a token lies across
-   a border all the same, it is not trained.
+3. The tokens between the answer's borders are proven to be those of the text between them (borders.py). A token that
+   lies across a border is not trained.
 
 The end token is trained with its answer, the newline that templates put behind it is not. An answer that was cut off
 has none: its sample ends where it was cut.
@@ -19,22 +19,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from eyas.capture.conversations.borders import encode_with_borders, num_same
 from eyas.capture.conversations.normalise import Conversation, RowError
 from eyas.capture.conversations.template import THINKING_SWITCHES, ChatTemplate
 
 _EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
 _WHITE = re.compile(r"\s*")
 _THINKING_TAG = re.compile(r"</?think>")
-
-Encode = Callable[[list[str]], list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +106,12 @@ def mask_conversation(template: ChatTemplate, conversation: Conversation, *, las
         notes["answers_trained"] += 1
         answers.append(answer)
     borders = sorted({border for answer in answers for border in (answer.start, answer.end)})
-    ids, before, after = _encode_with_borders(template.encode, text, borders)
-    mask = np.zeros(len(ids), np.uint8)  # [T]
+    encoded = encode_with_borders(template.tokenizer, text, borders)
+    mask = np.zeros(len(encoded.ids), np.uint8)  # [T]
     for answer in answers:
-        mask[after[answer.start] : before[answer.end]] = 1
-    notes["tokens_across_borders"] += sum(after[border] - before[border] for border in borders)
-    return Masked(input_ids=np.asarray(ids, np.int32), loss_mask=mask, notes=+notes)
+        mask[encoded.after[answer.start] : encoded.before[answer.end]] = 1
+    notes["tokens_across_borders"] += sum(encoded.after[border] - encoded.before[border] for border in borders)
+    return Masked(input_ids=np.asarray(encoded.ids, np.int32), loss_mask=mask, notes=+notes)
 
 
 def _find_answer(
@@ -176,7 +174,7 @@ def _region(
         rendering = template.render(conversation.messages[: position + 1], conversation.tools)
     except RowError as error:
         raise _NotCertain("answers_rewritten") from error
-    agreed = len(rendering) if text.startswith(rendering) else _num_same(text, rendering)
+    agreed = len(rendering) if text.startswith(rendering) else num_same(text, rendering)
     return _Region(start=prompt, rendering=rendering, end=len(rendering), agreed=agreed, prompt_known=True)
 
 
@@ -254,7 +252,7 @@ def _only(own: str, rendering: str, start: int, end: int) -> tuple[int, int] | N
 
 def _common_white(own: str, rendering: str, at: int, end: int) -> int:
     """How many of ``own``'s closing white space characters the rendering kept at ``at``."""
-    return _num_same(own[len(own.rstrip()) :], rendering[at:end])
+    return num_same(own[len(own.rstrip()) :], rendering[at:end])
 
 
 def _squeeze(text: str) -> tuple[str, list[int]]:
@@ -270,34 +268,3 @@ def _words_of(call: dict[str, Any]) -> list[str]:
 def _tool_name(tool: dict[str, Any]) -> str:
     function = tool.get("function", tool)
     return str(function.get("name", "")) if isinstance(function, dict) else ""
-
-
-def _encode_with_borders(
-    encode: Encode, text: str, borders: list[int]
-) -> tuple[list[int], dict[int, int], dict[int, int]]:
-    """Token ids of ``text``, and for each border (a position in it) the number of tokens that end before it and the
-    first token that begins behind it: the same number, unless a token lies across.
-    """
-    cuts = [0, *borders, len(text)]
-    pieces = [text[start:end] for start, end in pairwise(cuts)]
-    whole, *encoded = encode([text, *pieces])
-    if [token for piece in encoded for token in piece] == whole:
-        counts = list(accumulate(len(piece) for piece in encoded))
-        clean = dict(zip(borders, counts, strict=False))
-        return whole, clean, clean
-    # Some tokenizers treat the beginning of a text apart (SentencePiece's space), and some tokens lie across borders.
-    before: dict[int, int] = {}
-    after: dict[int, int] = {}
-    for border in borders:
-        (beginning,) = encode([text[:border]])
-        same = _num_same(beginning, whole)
-        before[border] = after[border] = same
-        if same < len(beginning):
-            (ending,) = encode([text[border:]])
-            after[border] = max(same, len(whole) - _num_same(ending[::-1], whole[::-1]))
-    return whole, before, after
-
-
-def _num_same(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of the common beginning."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
