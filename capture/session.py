@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -275,7 +275,7 @@ def run_capture(
 def stop_on_signals() -> Iterator[threading.Event]:
     """Set the event on SIGTERM or SIGINT, once; a second signal acts as if this were not here."""
     stopping = threading.Event()
-    previous = {}
+    previous: dict[int, Any] = {}
 
     def stop(number: int, _: object) -> None:
         stopping.set()
