@@ -281,8 +281,8 @@ def stop_on_signals() -> Iterator[threading.Event]:
         stopping.set()
         signal.signal(number, previous[number])
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        previous[number] = signal.signal(number, stop)
+    for asked in (signal.SIGTERM, signal.SIGINT):
+        previous[asked] = signal.signal(asked, stop)
     try:
         yield stopping
     finally:
