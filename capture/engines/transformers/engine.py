@@ -164,12 +164,6 @@ class TransformersEngine:
         with target statistics our logits must be the target's own. Raises SelfTestError.
         """
         running, settings = self._loaded, self._settings
-        if settings.target_statistics and not running.head_error <= TOLERANCES[settings.dtype]:
-            raise SelfTestError(
-                f"target statistics: the logits of {type(running.model).__name__} are not "
-                f"softcap(scale * lm_head(final)) in any way eyas knows (relative error {running.head_error:.2g}, "
-                f"allowed {TOLERANCES[settings.dtype]:g}): capture without them, with --no-target-statistics"
-            )
         samples = self._usable_probe(probe)
         batch = self._forward(samples, range(len(samples)))
         columns = [(tap, batch.features[:, a]) for a, tap in enumerate(settings.taps)]  # each [N, H]
@@ -179,6 +173,12 @@ class TransformersEngine:
         reference = self._own_hidden_states(samples)  # L + 1 of [N, H]
         for tap, captured in columns:
             self._check_tap(tap, captured, reference)
+        if settings.target_statistics and not running.head_error <= TOLERANCES[settings.dtype]:
+            raise SelfTestError(
+                f"target statistics: the logits of {type(running.model).__name__} are not "
+                f"softcap(scale * lm_head(final)) in any way eyas knows (relative error {running.head_error:.2g}, "
+                f"allowed {TOLERANCES[settings.dtype]:g}): capture without them, with --no-target-statistics"
+            )
 
     def capture(self, work: Work, sink: Sink, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """Capture ``work`` (see Engine.capture). Forwarded counts the samples that this rank writes."""
@@ -279,6 +279,7 @@ class TransformersEngine:
                 raise
             failure = f"the target's forward failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         # Outside of the except clause, where the error's frames no longer hold the batch's memory.
+        running.hooks.expect(None, ())
         if running.device.type == "cuda":
             torch.cuda.empty_cache()
         return None, failure

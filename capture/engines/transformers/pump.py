@@ -139,6 +139,10 @@ class Pump:
         )
 
     def _run(self) -> None:
+        import torch
+
+        if self._stream is not None:  # a thread starts on device 0, whatever the rank's is
+            torch.cuda.set_device(self._stream.device)
         while (handover := self._handovers.get()) is not None:
             # After an error the queue still empties, so that put() wakes up and raises it.
             if self._error is None and not self._dropped:
