@@ -57,11 +57,11 @@ class _Region:
 
 @dataclass(frozen=True, kw_only=True)
 class _OwnText:
-    """The message's own text within a rendering."""
+    """The message's own text within a rendering, with the markup of its thinking and tool calls."""
 
     start: int
     end: int
-    markup_before: bool  # what stands before start is markup of its thinking or tool calls
+    begins_with_markup: bool  # so that where it begins is known only if the region's start is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +132,10 @@ def _find_answer(
     own = _own_text(message, region, template.end_texts)
     if own is None or own.end > region.agreed:
         raise _NotCertain("answers_rewritten")
+    if own.begins_with_markup and not region.prompt_known:
+        raise _NotCertain("answers_after_another_prompt")
     start = region.start
-    if own.markup_before:
-        if not region.prompt_known:
-            raise _NotCertain("answers_rewritten")
-    elif text[start : own.start].strip():
+    if text[start : own.start].strip():
         notes["answers_after_text_of_the_template"] += 1
         start = own.start
     if any(token in text[start : own.end] for token in template.end_texts):
@@ -202,19 +201,19 @@ def _own_text(message: dict[str, Any], region: _Region, end_texts: Sequence[str]
         names = [word for call in message["tool_calls"] for word in _words_of(call)]
         if not all(_squeeze(word)[0] in squeezed for word in (reasoning, content, *names)):
             return None
-        return _OwnText(start=markup_start, end=end, markup_before=True)
+        return _OwnText(start=markup_start, end=end, begins_with_markup=True)
     last = content if content.strip() else reasoning
     found = _ending(last, rendering, end) or _only(last, rendering, start, region.end)
     if found is None:
         return None
     own_start, own_end = max(found[0], start), found[1]
     own_end += _common_white(last, rendering, own_end, region.end)
-    if last is not content or not reasoning.strip():
-        return _OwnText(start=own_start, end=own_end, markup_before=last is not content)
-    between, _ = _squeeze(_THINKING_TAG.sub("", rendering[start:own_start]))
-    if _squeeze(reasoning)[0] not in between:
+    if not reasoning.strip():
+        return _OwnText(start=own_start, end=own_end, begins_with_markup=False)
+    thinking, _ = _squeeze(_THINKING_TAG.sub("", rendering[start:own_end]))
+    if _squeeze(reasoning)[0] not in thinking:
         return None
-    return _OwnText(start=own_start, end=own_end, markup_before=True)
+    return _OwnText(start=start, end=own_end, begins_with_markup=True)
 
 
 def _without_tail(rendering: str, start: int, end: int, end_texts: Sequence[str]) -> int:
