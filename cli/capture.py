@@ -15,6 +15,7 @@ from eyas.cli.main import ARGUMENTS
 from eyas.cli.parameters import duration, format_bytes, size
 from eyas.cli.progress import Progress, format_seconds
 from eyas.cli.recipe import dry_run_option, print_dry_run
+from eyas.cli.signals import stop_on_signals
 from eyas.taps.errors import EXIT_STOPPED_EARLY
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ def command(**options: Any) -> None:
         return
     if tp * dp > 1 and not is_launched():
         raise SystemExit(launch_ranks(click.get_current_context().meta[ARGUMENTS], tp * dp))
-    with _Display() as display:
-        summary = run_capture(config, on_plan=display.plan, on_progress=display.progress)
+    with stop_on_signals() as stopping, _Display() as display:
+        summary = run_capture(config, should_stop=stopping.is_set, on_plan=display.plan, on_progress=display.progress)
     if summary.rank == 0:
         if options["as_json"]:
             click.echo(json.dumps(asdict(summary)))
