@@ -214,6 +214,16 @@ def run_capture(
         def too_many_rejects() -> bool:
             return plan.num_rejected + tally.now().num_rejects > max_rejects
 
+        def refuse_too_many_rejects() -> None:
+            if too_many_rejects():
+                raise CaptureFailed(
+                    f"{plan.num_rejected + tally.now().num_rejects} of {plan.num_samples} samples were rejected, more "
+                    f"than --max-rejects {config.max_rejects:g} allows ({max_rejects}); the reasons are in "
+                    f"{config.dataset / REJECTS_FOLDER}. What was captured is kept: mend the cause and run it again "
+                    f"with --retry-rejects, or allow more with --max-rejects."
+                )
+
+        refuse_too_many_rejects()
         if plan.num_left and not should_stop():
             engine = stack.enter_context(create_engine(config.engine, config.settings))
             identity = _identity(config, prepared, engine.target)
@@ -242,13 +252,7 @@ def run_capture(
         finished = time.monotonic()
         after = ranks.broadcast(_plan(replace(config, retry_rejects=False), prepared) if ranks.rank == 0 else None)
         total = tally.now()
-        if too_many_rejects():
-            raise CaptureFailed(
-                f"{plan.num_rejected + total.num_rejects} of {plan.num_samples} samples were rejected, more than "
-                f"--max-rejects {config.max_rejects:g} allows ({max_rejects}); the reasons are in "
-                f"{config.dataset / 'rejects'}. What was captured is kept: mend the cause and run it again with "
-                f"--retry-rejects, or allow more with --max-rejects."
-            )
+        refuse_too_many_rejects()
         reason = "signal" if should_stop() else "max runtime" if finished > deadline else None
         if after.num_left and reason is None:
             raise CaptureFailed(
