@@ -14,6 +14,7 @@ import click
 from eyas.cli.parameters import format_bytes, size
 from eyas.cli.progress import Progress
 from eyas.cli.recipe import dry_run_option, print_dry_run
+from eyas.cli.signals import stop_on_signals
 from eyas.shards.report import plain_bytes_per_token
 from eyas.taps.errors import EXIT_STOPPED_EARLY
 from eyas.taps.notation import format_taps
@@ -75,7 +76,6 @@ def command(**options: Any) -> None:
     eyas standardize captured standard --taps after:1,after:14,after:26 --codec zstd
     eyas standardize captured standard --from-config draft/config.json --convention vllm
     """
-    from eyas.capture.session import stop_on_signals
     from eyas.standardize.cat import plan
 
     request = _request(options)
