@@ -21,7 +21,8 @@ from eyas.taps.notation import format_taps
 
 if TYPE_CHECKING:
     from eyas.shards.identity import TargetIdentity
-    from eyas.standardize.cat import Plan, Request, Summary
+    from eyas.standardize.events import Summary
+    from eyas.standardize.plan import Plan, Request
     from eyas.taps.notation import Tap
 
 
@@ -76,7 +77,7 @@ def command(**options: Any) -> None:
     eyas standardize captured standard --taps after:1,after:14,after:26 --codec zstd
     eyas standardize captured standard --from-config draft/config.json --convention vllm
     """
-    from eyas.standardize.cat import plan
+    from eyas.standardize.plan import plan
 
     request = _request(options)
     if options["dry_run"]:
@@ -101,7 +102,7 @@ def command(**options: Any) -> None:
 
 def _request(options: dict[str, Any]) -> Request:
     from eyas.shards.identity import read_identity
-    from eyas.standardize.cat import request
+    from eyas.standardize.plan import request
     from eyas.taps.notation import after, parse_tap
 
     target = read_identity(options["captured"]).target
@@ -135,7 +136,8 @@ def _taps(options: dict[str, Any], target: TargetIdentity) -> tuple[Tap, ...] | 
 
 def _run(request: Request, workers: int, shard_bytes: int, should_stop: Callable[[], bool]) -> Summary:
     """Show events on stderr until the summary comes."""
-    from eyas.standardize.cat import Advanced, Counted, Counting, Failed, Noticed, Planned, Sealed, Summary, standardize
+    from eyas.standardize.cat import standardize
+    from eyas.standardize.events import Advanced, Counted, Counting, Failed, Noticed, Planned, Sealed, Summary
 
     num_shards = num_bytes = 0
     with ExitStack() as stack:

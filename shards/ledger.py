@@ -184,9 +184,13 @@ class WorkerLedger:
         fsync_folder(dataset)
         self.path = dataset / LEDGER_FOLDER / f"{worker}.jsonl"
         self._fd = _open_locked(self.path, f"worker {worker} is already writing into {dataset}: give another --worker")
-        fsync_folder(self.path.parent)
-        self._cut_torn_tail()
-        self.next_seq = 1 + max((seq for seq in self._seqs()), default=-1)
+        try:
+            fsync_folder(self.path.parent)
+            self._cut_torn_tail()
+            self.next_seq = 1 + max((seq for seq in self._seqs()), default=-1)
+        except BaseException:
+            self.close()
+            raise
 
     def shard_name(self, seq: int) -> str:
         return f"{self.worker}-{seq:06d}.safetensors"

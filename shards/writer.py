@@ -20,12 +20,13 @@ import xxhash
 
 from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder
 from eyas.shards.codec import CODECS
-from eyas.shards.errors import ShardWriteError
+from eyas.shards.errors import ShardError, ShardWriteError
 from eyas.shards.identity import DatasetIdentity
 from eyas.shards.layout import ITEMSIZE_BYTES, TensorSpec, build_header, in_file_order, shard_metadata, tensor_specs
 from eyas.shards.ledger import SHARDS_FOLDER, SealedShard, WorkerLedger
 from eyas.shards.sample import Sample, sample_id
 from eyas.shards.statistics import summarize, tap_statistics
+from eyas.shards.validate import validate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,8 @@ class ShardWriter:
     Holds the worker's name exclusively (HeldError otherwise). Memory: the shard that fills, the one being sealed, and
     one sample. With codec zstd, the sealed one's encoded bytes come on top.
 
-    metadata: strings of the engine (build, tensor-parallel size, host, ...), kept in each shard.
+    metadata: strings of the engine (build, tensor-parallel size, host, ...), kept in each shard. verify: each shard is
+    read back and validated before it gets its name.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class ShardWriter:
         shard_bytes: int = 1 << 30,
         codec_threads: int = 1,
         metadata: Mapping[str, str],
+        verify: bool = False,
     ) -> None:
         if shard_bytes < 1 or codec_threads < 1:
             raise ValueError(f"shard_bytes {shard_bytes} and codec_threads {codec_threads} must be at least 1")
         self._identity = identity
         self._shard_bytes = shard_bytes
         self._metadata = dict(metadata)
+        self._verify = verify
         self._folder = dataset / SHARDS_FOLDER
         self._ledger = WorkerLedger(dataset, worker)
         self._codec_pool = ThreadPoolExecutor(codec_threads, thread_name_prefix="eyas-codec")
@@ -186,12 +190,6 @@ class ShardWriter:
         pieces += [piece for tensor in specs for piece in stored[tensor]]
         try:
             xxh3 = _write_new(temporary, pieces)
-            try:
-                os.rename(temporary, path)
-                fsync_folder(self._folder)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
             sealed_at = time.time()
             shard = SealedShard(
                 shard=name,
@@ -204,12 +202,25 @@ class ShardWriter:
                 seconds=round(sealed_at - filled.started_at, 3),
                 sealed_at=round(sealed_at, 3),
             )
+            try:
+                if self._verify:
+                    validate(temporary, self._identity, shard)
+                os.rename(temporary, path)
+                fsync_folder(self._folder)
+            except (OSError, ShardError):
+                temporary.unlink(missing_ok=True)
+                raise
             self._ledger.append(shard)
         except OSError as error:
             cause = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "cannot write"
             raise ShardWriteError(
                 f"{path}: {cause} ({error.strerror}). What was sealed before is whole: mend it (space, permissions, "
                 f"limits) and run the same command again, which goes on from there"
+            ) from error
+        except ShardError as error:
+            raise ShardWriteError(
+                f"{path} does not read back as it was written ({error}): the disk or the memory is at fault. What was "
+                f"sealed before is whole"
             ) from error
         return shard
 

@@ -17,204 +17,29 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from eyas.shards.dataset import Shard
 from eyas.shards.errors import ShardError, ShardWriteError
-from eyas.shards.identity import IDENTITY_FILE, DatasetIdentity, create_or_match, read_identity
-from eyas.shards.ledger import SHARDS_FOLDER, Problem, SealedShard, WorkerLedger, lock_dataset, read_ledgers, recover
+from eyas.shards.identity import create_or_match
+from eyas.shards.ledger import SHARDS_FOLDER, SealedShard, WorkerLedger, lock_dataset, read_ledgers, recover
 from eyas.shards.rejects import append_reject, read_rejects
 from eyas.shards.sample import Sample
 from eyas.shards.token_counts import TokenCountsError, count_targets, read_token_counts, write_token_counts
 from eyas.shards.validate import validate
 from eyas.shards.writer import ShardWriter
-from eyas.standardize.convert import Converter, refuse_overflow, same_bytes, standard_identity
+from eyas.standardize.convert import Converter
+from eyas.standardize.events import Advanced, Counted, Counting, Event, Failed, Noticed, Planned, Sealed, Summary
 from eyas.standardize.place import place
-from eyas.taps.errors import EyasError
-from eyas.taps.notation import Tap
+from eyas.standardize.plan import Plan, Request, Task, plan
 
 _POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What to make of what. Built by request()."""
-
-    source: Path
-    out: Path
-    source_identity: DatasetIdentity
-    identity: DatasetIdentity  # out's
-
-    @property
-    def links(self) -> bool:
-        """Whether captured shards already are the answer."""
-        return same_bytes(self.source_identity, self.identity)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One captured shard, and which of its samples are still needed."""
-
-    entry: SealedShard
-    missing: frozenset[str]  # sample ids
-    link: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is left to do."""
-
-    tasks: tuple[Task, ...]
-    num_done_samples: int  # in out already
-    problems: tuple[Problem, ...]  # of the captured dataset
-
-    @property
-    def num_samples(self) -> int:
-        return sum(len(task.missing) for task in self.tasks)
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the captured shards to work through."""
-        return sum(task.entry.num_tokens for task in self.tasks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A pass over the captured shards begins. There is a second one only where a shard turned out corrupt whose
-    samples another shard holds too."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Advanced:
-    """``num_tokens`` captured tokens are dealt with."""
-
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sealed:
-    """A shard of the standard dataset is verified and durable."""
-
-    shard: SealedShard
-    how: Literal["linked", "copied", "written"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failed:
-    """A captured shard could not be used. The run goes on, and fails at its end."""
-
-    shard: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Noticed:
-    """Something that the user should know, and that fails nothing."""
-
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counting:
-    """Target tokens are being counted in ``num_shards`` shards."""
-
-    num_shards: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counted:
-    """One shard's target tokens are counted."""
-
-
-@dataclass(kw_only=True)
-class Summary:
-    """How the run ended. The last event."""
-
-    num_samples: int = 0  # in out
-    num_tokens: int = 0
-    num_bytes: int = 0
-    num_shards: int = 0
-    num_trained_tokens: int = 0
-    num_linked: int = 0  # shards, by this run
-    num_copied: int = 0
-    num_written: int = 0
-    num_rejected: int = 0  # by the capture
-    num_missing: int = 0  # prepared samples that are neither in out nor rejected
-    failures: dict[str, str] = field(default_factory=dict)  # captured shard -> reason
-    stopped_early: bool = False
-
-
-Event = Planned | Advanced | Sealed | Failed | Noticed | Counting | Counted | Summary
-
-
-def request(
-    source: Path,
-    out: Path,
-    *,
-    taps: tuple[Tap, ...] | None = None,
-    last_hidden: Tap | Literal["captured", "none"] = "captured",
-    dtype: str | None = None,
-    codec: str | None = None,
-) -> Request:
-    """Resolve what is asked of the dataset ``source``; None and "captured" mean as captured. Writes nothing.
-
-    Raises EyasError: ``source`` is no dataset, a tap was not captured, ``out`` is ``source`` or holds something else.
-    """
-    found = read_identity(source)
-    if out.resolve() == source.resolve() or source.resolve() in out.resolve().parents:
-        raise EyasError(f"{out} is the captured dataset {source} or inside it, which is never changed: name another")
-    if out.exists() and not (out / IDENTITY_FILE).exists() and any(not p.name.startswith(".") for p in out.iterdir()):
-        raise EyasError(f"{out} holds files and is no eyas dataset: name a new or an empty folder")
-    dtype = dtype or found.dtype
-    if codec is None:  # as captured, where the dtype lets it
-        codec = found.codec if dtype == "bfloat16" else "raw"
-    identity = standard_identity(
-        found,
-        taps=found.taps if taps is None else taps,
-        last_hidden=found.last_hidden if last_hidden == "captured" else None if last_hidden == "none" else last_hidden,
-        dtype=dtype,
-        codec=codec,
-        where=str(source),
-    )
-    return Request(source=source, out=out, source_identity=found, identity=identity)
-
-
-def plan(request: Request, without: Container[str] = ()) -> Plan:
-    """What is left to do, from the ledgers alone. ``without``: captured shards not to use. Writes nothing.
-
-    Raises OverflowRefusedError where the statistics show that a tap does not fit the dtype asked for.
-    """
-    captured = read_ledgers(request.source)
-    done = read_ledgers(request.out) if request.out.exists() else None
-    taken = {sample_id for entry in done.entries for sample_id in entry.sample_ids} if done else set()
-    names = {entry.shard for entry in done.entries} if done else set()
-    tasks: list[Task] = []
-    for entry in captured.entries:
-        if entry.shard in without:
-            continue
-        missing = frozenset(entry.sample_ids) - taken
-        taken |= missing
-        if missing:
-            refuse_overflow(
-                request.source_identity, request.identity, entry, str(request.source / SHARDS_FOLDER / entry.shard)
-            )
-            # A shard some of whose samples are in another one already cannot be linked: they would be there twice.
-            whole = len(missing) == len(entry.sample_ids)
-            tasks.append(Task(entry=entry, missing=missing, link=request.links and whole and entry.shard not in names))
-    return Plan(
-        tasks=tuple(tasks),
-        num_done_samples=done.num_samples if done else 0,
-        problems=tuple(captured.problems),
-    )
 
 
 def standardize(

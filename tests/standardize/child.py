@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from eyas.standardize.cat import request, standardize
+from eyas.standardize.cat import standardize
+from eyas.standardize.plan import request
 from eyas.taps.notation import parse_taps
 
 

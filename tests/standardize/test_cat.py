@@ -24,8 +24,10 @@ from eyas.shards.ledger import read_ledgers
 from eyas.shards.rejects import append_reject, read_rejects
 from eyas.shards.sample import Sample
 from eyas.shards.token_counts import TokenCountsError, read_token_counts
-from eyas.standardize.cat import Request, Summary, plan, request, standardize
+from eyas.standardize.cat import standardize
 from eyas.standardize.convert import NotCapturedError, OverflowRefusedError
+from eyas.standardize.events import Summary
+from eyas.standardize.plan import Request, plan, request
 from eyas.taps.errors import EyasError
 from eyas.taps.notation import FINAL, TapError, parse_taps
 from tests.captured import HIDDEN_SIZE, VOCAB_SIZE, captured_identity, hashes, make_samples, write_captured
