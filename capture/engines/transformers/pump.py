@@ -1,8 +1,9 @@
 """From the device to the shards: copies overlap the forward, writing overlaps both, memory is bounded.
 
-The forward's thread hands over a batch's tensors on the device and goes on. On CUDA a side stream reduces their
-statistics and copies them into pinned memory; a thread waits for that copy and feeds the shard writer, which writes
-from that same memory. A few batches may be on their way; then the forward waits. On the CPU nothing needs copying.
+The forward's thread hands over a batch's tensors on the device and goes on. A thread of the pump's own reduces their
+statistics and copies them into pinned memory, on a side stream of the device, and feeds the shard writer, which writes
+from that same memory in a thread of its own. A few batches may be on their way; then the forward waits. On the CPU
+nothing needs copying.
 
 Shapes: N tokens of B samples back to back, A taps, H hidden_size.
 """
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Batches between the forward and the writer. Two would do when both are steady: one is copied while one is written.
-# The third evens out a writer that waits for a shard to be sealed. What the writer has taken it bounds itself.
+# Batches on the device between the forward and the writer. Two would do when both are steady: one is copied while one
+# is computed. The third evens out a writer that waits for a shard to be sealed. What the writer has it bounds itself.
 BATCHES_IN_FLIGHT = 3
 
 
@@ -43,19 +44,6 @@ class CapturedBatch:
     last_hidden: Tensor | None  # dataset dtype [N, H]
     target_top1: Tensor | None  # int32 [N]
     target_lse: Tensor | None  # float32 [N]
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        return [self.features, self.last_hidden, self.target_top1, self.target_lse]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Handover:
-    samples: Sequence[TokenSample]
-    host: list[Tensor | None]  # features, last_hidden, top1, lse on the CPU
-    statistics: list[Tensor]  # per sample float64 [A(+1), 4], on the CPU
-    copied: torch.cuda.Event | None  # host and statistics are whole once it has happened
-    on_device: list[Tensor | None]  # what the copy reads: kept until then
 
 
 class Pump:
@@ -74,7 +62,7 @@ class Pump:
         self._columns = [str(tap) for tap in taps] + ([] if last_hidden is None else [f"last_hidden ({last_hidden})"])
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._room = threading.Semaphore(BATCHES_IN_FLIGHT)
-        self._handovers: queue.SimpleQueue[_Handover | None] = queue.SimpleQueue()
+        self._handovers: queue.SimpleQueue[tuple[CapturedBatch, torch.cuda.Event | None] | None] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None
         self._dropped = False
@@ -94,16 +82,15 @@ class Pump:
 
     def put(self, batch: CapturedBatch) -> None:
         """Hand over a batch. Waits while too many are on their way; raises what went wrong in the writer's thread."""
+        import torch
+
         self._room.acquire()
         self._raise_error()
+        computed = None
         if self._stream is not None:
-            self._handovers.put(self._start_copy(batch, self._stream))
-        else:
-            self._handovers.put(
-                _Handover(
-                    samples=batch.samples, host=batch.tensors, statistics=_statistics(batch), copied=None, on_device=[]
-                )
-            )
+            computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            computed.record()
+        self._handovers.put((batch, computed))
 
     def events(self) -> list[Event]:
         """What became of samples since the last call. Raises what went wrong in the writer's thread."""
@@ -118,26 +105,6 @@ class Pump:
         self._events.extend(Sealed(shard=shard) for shard in self._writer.close())
         return self.events()
 
-    def _start_copy(self, batch: CapturedBatch, stream: torch.cuda.Stream) -> _Handover:
-        """On the side stream: statistics, then everything into pinned memory, without waiting."""
-        import torch
-
-        # Pinned memory comes from torch's cache, which takes a block back once the writer has let go of it. One block
-        # a tensor and batch: the samples are slices of it.
-        def copy(tensor: Tensor) -> Tensor:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            return host.copy_(tensor, non_blocking=True)
-
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            statistics = copy(torch.stack(_statistics(batch)))  # float64 [B, A(+1), 4]
-            host = [None if tensor is None else copy(tensor) for tensor in batch.tensors]
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-        return _Handover(
-            samples=batch.samples, host=host, statistics=list(statistics), copied=copied, on_device=batch.tensors
-        )
-
     def _run(self) -> None:
         import torch
 
@@ -147,37 +114,60 @@ class Pump:
             # After an error the queue still empties, so that put() wakes up and raises it.
             if self._error is None and not self._dropped:
                 try:
-                    self._write(handover)
+                    on_host = self._to_host(*handover)
+                    del handover  # the device's memory, before the writer may wait
+                    self._write(*on_host)
+                    del on_host
                 except BaseException as error:  # noqa: BLE001  raised again in the forward's thread
                     self._error = error
             self._room.release()
 
-    def _write(self, handover: _Handover) -> None:
+    def _to_host(self, batch: CapturedBatch, computed: torch.cuda.Event | None) -> tuple[CapturedBatch, list[Tensor]]:
+        """The batch and the statistics of its samples (float64 [A(+1), 4] each) on the CPU."""
         import torch
 
-        if handover.copied is not None:
-            handover.copied.synchronize()
-        handover.on_device.clear()
-        features, last_hidden, top1, lse = handover.host
-        assert features is not None
+        if self._stream is None or computed is None:
+            return batch, _statistics(batch)
+
+        # Pinned memory comes from torch's cache, which takes a block back once the writer has let go of it. One block
+        # a tensor and batch: the samples are slices of it.
+        def copied(tensor: Tensor) -> Tensor:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return host.copy_(tensor, non_blocking=True)
+
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(computed)
+            statistics = copied(torch.stack(_statistics(batch)))  # [B, A(+1), 4]
+            host = CapturedBatch(
+                samples=batch.samples,
+                features=copied(batch.features),
+                last_hidden=None if batch.last_hidden is None else copied(batch.last_hidden),
+                target_top1=None if batch.target_top1 is None else copied(batch.target_top1),
+                target_lse=None if batch.target_lse is None else copied(batch.target_lse),
+            )
+        self._stream.synchronize()
+        return host, list(statistics)
+
+    def _write(self, batch: CapturedBatch, statistics: list[Tensor]) -> None:
+        import torch
+
         begin = 0
-        for n, sample in enumerate(handover.samples):
+        for sample, totals in zip(batch.samples, statistics, strict=True):
             rows = slice(begin, begin + sample.num_tokens)
             begin = rows.stop
             captured = Sample(
                 sample_id=sample.sample_id,
                 input_ids=torch.from_numpy(np.array(sample.input_ids, dtype=np.int32)),
                 loss_mask=torch.from_numpy(np.array(sample.loss_mask, dtype=np.uint8)),
-                features=features[rows].flatten(1),  # [T, A*H]
-                last_hidden=None if last_hidden is None else last_hidden[rows],
-                target_top1=None if top1 is None else top1[rows],
-                target_lse=None if lse is None else lse[rows],
+                features=batch.features[rows].flatten(1),  # [T, A*H]
+                last_hidden=None if batch.last_hidden is None else batch.last_hidden[rows],
+                target_top1=None if batch.target_top1 is None else batch.target_top1[rows],
+                target_lse=None if batch.target_lse is None else batch.target_lse[rows],
             )
-            statistics = handover.statistics[n]  # [A(+1), 4]
-            if reason := self._why_not(captured, statistics):
+            if reason := self._why_not(captured, totals):
                 self._events.append(Rejected(sample_id=sample.sample_id, reason=reason))
                 continue
-            sealed = self._writer.add(captured, statistics)
+            sealed = self._writer.add(captured, totals)
             self._events.extend(Sealed(shard=shard) for shard in sealed)
 
     def _why_not(self, sample: Sample, statistics: Tensor) -> str | None:

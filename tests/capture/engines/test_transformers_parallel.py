@@ -124,16 +124,13 @@ def test_impossible_sizes_end_in_a_clear_error_on_every_rank(tp_outcomes: Any) -
         assert "4" in outcomes[rank][-1]["error"]
 
 
-def test_independent_groups_cover_every_sample_once(targets: Callable[[str], Path], tmp_path: Path) -> None:
+def test_groups_cover_every_sample_once(targets: Callable[[str], Path], tmp_path: Path) -> None:
     target = targets("LlamaForCausalLM")
-    outcomes = launch(tmp_path, 2, [job(target, tmp_path / "dp2", batch_tokens=1)])
-    sealed = [name for rank in range(2) for name in outcomes[rank][0]["sealed"]]
-    assert len(sealed) == len(set(sealed)) == len(LENGTHS) - 1
-    assert_equal_to_one_process(tmp_path / "dp2", target, tmp_path / "alone")
-
-
-def test_two_groups_of_two(targets: Callable[[str], Path], tmp_path: Path) -> None:
-    target = targets("LlamaForCausalLM")
-    outcomes = launch(tmp_path, 4, [job(target, tmp_path / "both", tp=2)])
-    assert sum(outcomes[rank][0]["forwarded"] for rank in range(4)) == sum(LENGTHS) - 65
-    assert_equal_to_one_process(tmp_path / "both", target, tmp_path / "alone")
+    two_of_two = job(target, tmp_path / "two-of-two", tp=2)
+    four_of_one = job(target, tmp_path / "four-of-one", batch_tokens=1)
+    outcomes = launch(tmp_path, 4, [two_of_two, four_of_one])
+    for n, asked in enumerate((two_of_two, four_of_one)):
+        sealed = [name for rank in outcomes for name in rank[n]["sealed"]]
+        assert len(sealed) == len(set(sealed)) == len(LENGTHS) - 1
+        assert sum(rank[n]["forwarded"] for rank in outcomes) == sum(LENGTHS) - 65
+        assert_equal_to_one_process(Path(asked["dataset"]), target, tmp_path / f"alone-{n}")
