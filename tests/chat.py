@@ -29,7 +29,9 @@ OPEN, CLOSE = "\u27e6", "\u27e7"
 
 
 def make_tokenizer(folder: Path, template: str | None, *, eos: str = "<|im_end|>", stop: Sequence[str] = ()) -> Path:
-    """A target folder with the word tokenizer, templates/``template``.jinja, and ``stop`` as generation_config.json's end tokens."""
+    """A target folder with the word tokenizer, templates/``template``.jinja, and ``stop`` as generation_config.json
+    names the end tokens.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 _WHITE_AHEAD = 64  # characters: some tokenizers leave white space out of a token's offsets
+
+_LONGEST_TOKEN = 256  # characters: where no border is found within, none is claimed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +26,11 @@ def encode_with_borders(tokenizer: Any, text: str, borders: Sequence[int]) -> En
 
     Three ways, the cheapest first, each of which proves what it says or gives way to the next:
 
-    1. The tokenizer's own offsets say where the borders are, and the tokens between them decode to the text between
-       them. (Byte-level BPE: one encoding and a tenth of its time.)
+    1. The tokenizer's own offsets say where the borders are, and the tokens between them, or up to each, decode to the
+       text there. (Byte-level BPE: one encoding and a tenth of its time.)
     2. The pieces between the borders, encoded alone, have together the tokens of the whole.
-    3. Border by border: the tokens that the beginning up to it shares with the whole, and the end after it.
-       (SentencePiece tokenizers that put a space before every text, and tokens that lie across a border.)
+    3. Border by border: the text up to it has the first tokens of the whole. Where it has not, a token lies across, and
+       the nearest places on both sides of which that is true are its ends.
     """
     encoding = tokenizer(text, **_PLAIN)
     ids: list[int] = encoding["input_ids"]
@@ -46,17 +48,25 @@ def encode_with_borders(tokenizer: Any, text: str, borders: Sequence[int]) -> En
     before: dict[int, int] = {}
     after: dict[int, int] = {}
     for border in borders:
-        beginning = tokenizer(text[:border], **_PLAIN)["input_ids"]
-        before[border] = after[border] = num_same(beginning, ids)
-        if before[border] < len(beginning):
-            end = tokenizer(text[border:], **_PLAIN)["input_ids"]
-            after[border] = max(before[border], len(ids) - num_same(end[::-1], ids[::-1]))
+        back = range(border, max(border - _LONGEST_TOKEN, -1), -1)
+        forth = range(border, min(border + _LONGEST_TOKEN, len(text) + 1))
+        before[border] = _tokens_up_to(tokenizer, text, ids, back, otherwise=0)
+        after[border] = _tokens_up_to(tokenizer, text, ids, forth, otherwise=len(ids))
     return Encoded(ids=ids, before=before, after=after)
 
 
 def num_same(a: Sequence[object], b: Sequence[object]) -> int:
     """Length of the common beginning."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _tokens_up_to(tokenizer: Any, text: str, ids: list[int], places: Iterable[int], *, otherwise: int) -> int:
+    """How many tokens there are up to the first of ``places`` that no token lies across."""
+    for place in places:
+        beginning: list[int] = tokenizer(text[:place], **_PLAIN)["input_ids"]
+        if beginning == ids[: len(beginning)]:
+            return len(beginning)
+    return otherwise
 
 
 _PLAIN = {
@@ -83,7 +93,13 @@ def _offsets_of(encoding: Any, borders: Sequence[int], num_characters: int, num_
 
 
 def _decodes_to(tokenizer: Any, ids: list[int], hints: list[int], pieces: list[str]) -> bool:
-    return all(
-        tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False) == piece
-        for (start, end), piece in zip(pairwise([0, *hints, len(ids)]), pieces, strict=True)
-    )
+    def decodes(start: int, end: int, text: str) -> bool:
+        decoded = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return bool(decoded == text)
+
+    ends = [*hints, len(ids)]
+    stretches = zip([0, *hints], ends, pieces, strict=True)
+    if all(decodes(start, end, piece) for start, end, piece in stretches):
+        return True
+    # SentencePiece tokenizers drop the space that a stretch begins with, if it is not that of the whole.
+    return all(decodes(0, end, text) for end, text in zip(ends, accumulate(pieces), strict=True))

@@ -221,9 +221,7 @@ def _split_folder(path: Path, split: str | None) -> Path:
         split = splits[0]
     if split is None or split not in splits:
         asked = "no --split given" if split is None else f"--split {split}"
-        raise ConversationsError(
-            f"{path}: {asked}, and it holds the splits {', '.join(splits)}: choose one with --split"
-        )
+        raise UsageError(f"{path}: {asked}, and it holds the splits {', '.join(splits)}: choose one with --split")
     return path / split
 
 

@@ -384,7 +384,8 @@ def test_ids_and_mask(case: Case, preparers: Preparers) -> None:
 NOTHING_CERTAIN = [
     ("deepseek r1 opens thinking in its prompt, and shows answers without", "deepseek_r1", "<end_of_sentence>", TWO,
      "answers that do not follow the template's own generation prompt"),
-    ("an answer whose tool calls the template drops", "glm", "<|im_end|>", {"messages": AGENT[:2]}, "rewrites or leaves out"),
+    ("an answer whose tool calls the template drops", "glm", "<|im_end|>", {"messages": AGENT[:2]},
+     "rewrites or leaves out"),
 ]  # fmt: skip
 
 
