@@ -7,7 +7,7 @@ out=$1
 say() { printf '\n$ %s\n' "$*"; "$@"; }
 
 python "$(dirname "$0")/demo_target.py" "$out"
-say eyas prepare "$out/sharegpt.json" "$out/prepared" --target "$out/target" --max-samples 96 --max-tokens 1024
+say eyas prepare "$out/sharegpt.json" "$out/prepared" --target "$out/target" --max-samples 64 --max-tokens 1024
 say eyas capture "$out/prepared" "$out/captured" --target "$out/target" --taps default
 say eyas status "$out/captured"
 say eyas standardize "$out/captured" "$out/standard" --taps default
