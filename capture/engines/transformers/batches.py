@@ -53,7 +53,7 @@ def plan_batches(
             stop = boundary
         batches.append(Batch(rows=rows[start:stop], lengths=lengths[start:stop]))
         start = stop
-    if len(batches) > 2:
+    if len(batches) > 1:
         largest = max(range(len(batches)), key=lambda b: len(batches[b].rows) * int(batches[b].lengths[0]))
         batches[0], batches[largest] = batches[largest], batches[0]
         shuffled = np.random.default_rng(0).permutation(len(batches) - 1) + 1
