@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16_384)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--codec-threads", type=int, default=12)
+    parser.add_argument("--only", default="", help="captures whose name contains this")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script on a CPU")
     options = parser.parse_args()
     shape = TINY if options.tiny else LLAMA_8B
@@ -139,7 +140,7 @@ def main() -> None:
     say(f"{options.samples} samples of {options.length} tokens, batches of {options.batch_tokens}, tp {options.tp}")
     plains: list[float] = []
 
-    def capture(name: str, folder: Path, *, statistics: bool, codec: str = "raw", last: bool = False) -> None:
+    def capture(name: str, folder: Path, *, statistics: bool, codec: str, time_forward: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True) if rank == 0 else None
         with create_engine("transformers", replace(settings, target_statistics=statistics)) as engine:
             probe = [samples[0]]
@@ -163,7 +164,7 @@ def main() -> None:
                 shard_bytes=1 << 30,
                 codec_threads=options.codec_threads,
             )
-            if not plains or last:
+            if time_forward:
                 plains.append(time_plain(engine._loaded.model, samples, options.batch_tokens))  # type: ignore[attr-defined]
                 report("plain forward", plains[-1], None)
             plain = plains[0]
@@ -181,12 +182,17 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True) if rank == 0 else None
 
     memory, disk = options.scratch / "bench-dataset", options.disk / "bench-dataset"
-    capture("raw, no target statistics, memory", memory, statistics=False)
-    capture("raw, target statistics, memory", memory, statistics=True)
-    capture("zstd, target statistics, memory", memory, statistics=True, codec="zstd")
-    capture("zstd, no target statistics, memory", memory, statistics=False, codec="zstd")
-    capture("raw, target statistics, disk", disk, statistics=True)
-    capture("zstd, target statistics, disk", disk, statistics=True, codec="zstd", last=True)
+    variants: list[tuple[str, Path, bool, str]] = [
+        ("raw, no target statistics, memory", memory, False, "raw"),
+        ("raw, target statistics, memory", memory, True, "raw"),
+        ("zstd, no target statistics, memory", memory, False, "zstd"),
+        ("zstd, target statistics, memory", memory, True, "zstd"),
+        ("raw, target statistics, disk", disk, True, "raw"),
+        ("zstd, target statistics, disk", disk, True, "zstd"),
+    ]
+    chosen = [variant for variant in variants if options.only in variant[0]]
+    for n, (name, folder, statistics, codec) in enumerate(chosen):
+        capture(name, folder, statistics=statistics, codec=codec, time_forward=n in (0, len(chosen) - 1))
 
 
 def time_plain(model: torch.nn.Module, samples: RandomSamples, batch_tokens: int) -> float:

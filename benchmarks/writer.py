@@ -13,7 +13,6 @@ import shutil
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from eyas.shards.identity import DatasetIdentity, PreparedIdentity, TargetIdentity, TokenizerIdentity
