@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 
-def test_a_kill_at_any_call_loses_nothing_sealed(tmp_path: Path, codec: str) -> None:
+def test_a_kill_at_any_call_loses_nothing_sealed(tmp_path: Path) -> None:
     script = Path(__file__).with_name("kill_points.py")
-    process = subprocess.run([sys.executable, script, tmp_path, codec], capture_output=True, text=True, check=False)
+    process = subprocess.run([sys.executable, script, tmp_path, "raw"], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
     assert result["faults"] == []
