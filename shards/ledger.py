@@ -349,7 +349,7 @@ def _read_ledger(ledger: Path) -> tuple[list[SealedShard], list[str]]:
         if len({entry.shard for entry in entries}) < len(entries):
             raise ValueError("a shard has two lines")
         entries.sort(key=lambda entry: (len(entry.shard), entry.shard))  # by seq: of one worker, and zero-padded
-    except ValueError as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise LedgerError(
             f"{ledger}: whole lines, and yet not what a worker {ledger.stem} writes ({error}): restore the file, or "
             f"move it away and run the capture again, which verifies its shards and takes them in"

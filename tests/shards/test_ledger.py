@@ -194,7 +194,10 @@ def forged(entry: SealedShard, **changes: Any) -> bytes:
     """A line with a right checksum, whatever it says."""
     body = json.loads(format_line(entry)) | changes
     del body["line_xxh3"]
-    content = json.dumps(body).encode()[:-1]
+    return checked(json.dumps(body).encode()[:-1])
+
+
+def checked(content: bytes) -> bytes:
     return content + b',"line_xxh3":"' + xxhash.xxh3_64_hexdigest(content).encode() + b'"}\n'
 
 
@@ -221,6 +224,14 @@ def test_lines_that_no_eyas_wrote_are_refused(made: Made, changes: dict[str, Any
     folder, _, _ = made
     entry = read_ledgers(folder).entries[0]
     ledger(folder).write_bytes(forged(entry, **changes))
+    with pytest.raises(LedgerError, match=r"host-0\.jsonl"):
+        read_ledgers(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 200_000, b'{"statistics":' * 100_000, b"\xff"])
+def test_lines_that_are_no_json_are_refused(made: Made, content: bytes) -> None:
+    folder, _, _ = made
+    ledger(folder).write_bytes(checked(content))
     with pytest.raises(LedgerError, match=r"host-0\.jsonl"):
         read_ledgers(folder)
 
