@@ -43,6 +43,7 @@ MEDIA = {
 ROW_MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns beside the conversation
 TEXT_PARTS = ("text", "input_text", "output_text")
 CUT_REASONS = ("length", "max_tokens")  # finish reasons of an answer that was cut off, and so has no end token
+LONGEST_REASON = 500  # characters: a reason may quote what it found
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -52,7 +53,7 @@ class RowError(Exception):
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
         self.kind = kind
-        self.reason = reason
+        self.reason = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def normalise(row: Any) -> Conversation | TokenRow:
         if row.get(column):
             raise RowError("multimodal", f"holds {_article(MEDIA[column])} (column {column!r}); eyas takes text only")
     category, row_id = row.get("category"), row.get("id")
-    category = category if isinstance(category, str) else None
+    category = category.encode(errors="replace").decode() if isinstance(category, str) else None
     row_id = str(row_id) if isinstance(row_id, str | int) else None
     if row.get("input_ids") is not None:
         return _token_row(row, category, row_id)

@@ -248,7 +248,8 @@ _worker_preparer: RowPreparer | None = None
 
 def _start_worker(tokenizer: TargetTokenizer, options: PrepareOptions) -> None:
     global _worker_preparer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    for number in (signal.SIGINT, signal.SIGTERM):  # may reach the whole group: the parent ends its workers
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
@@ -334,7 +335,14 @@ def _parse(body: Any) -> Any:
 
 
 def _dump(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, ensure_ascii=False)
+    if value is None:
+        return None
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair beside tokens, which are what counts there
+        return json.dumps(value)
+    return text
 
 
 def _last_run(loss_mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -10,6 +10,8 @@ import numpy as np
 from eyas.shards.sample import TokenSample
 
 PLAIN_MARKS = ("\u27e6", "\u27e7")  # white square brackets, which conversations hardly ever hold
+# A terminal obeys control characters: conversations must not steer it.
+_CONTROLS = {n: f"\\x{n:02x}" for n in [*range(32), *range(127, 160)] if chr(n) not in "\n\t"}
 COLOUR_MARKS = ("\x1b[30;42m", "\x1b[0m")
 
 
@@ -22,5 +24,6 @@ def marked_text(sample: TokenSample, tokenizer: Any, marks: tuple[str, str]) -> 
         text = tokenizer.decode(
             sample.input_ids[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        text = text.translate(_CONTROLS)
         parts.append(f"{marks[0]}{text}{marks[1]}" if sample.loss_mask[start] else text)
     return "".join(parts)

@@ -44,7 +44,7 @@ class ChatTemplate:
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **switches
             )
         # Templates are programs: on messages they were not made for they fail like any other.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RowError(
                 "template", f"the target's chat template refuses it: {error or type(error).__name__}"
             ) from error

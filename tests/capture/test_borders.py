@@ -129,7 +129,6 @@ def test_real_tokenizer_keeps_every_character_on_its_side(tokenizer_of_target: A
     assume(tokenizer.decode(encoded.ids) == text)  # this vocabulary has no token for some bytes
     for border in borders:
         before, after = encoded.before[border], encoded.after[border]
-        assert after - before <= 1
         assert text[:border].startswith(tokenizer.decode(encoded.ids[:before]))
         assert text[border:].endswith(tokenizer.decode(encoded.ids[after:]))
         if before == after:

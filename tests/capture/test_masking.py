@@ -420,3 +420,47 @@ def test_what_the_template_refuses_is_rejected_with_its_words(
     assert isinstance(outcome.row, RejectedRow)
     assert outcome.row.kind == "template"
     assert reason in outcome.row.reason
+
+
+PYTHON_TOKENIZER = """
+from transformers import PreTrainedTokenizer
+
+class Letters(PreTrainedTokenizer):
+    @property
+    def vocab_size(self):
+        return 200
+    def get_vocab(self):
+        return {chr(n): n for n in range(200)} | self.added_tokens_encoder
+    def _tokenize(self, text, **_):
+        return list(text)
+    def _convert_token_to_id(self, token):
+        return ord(token)
+    def _convert_id_to_token(self, index):
+        return chr(index)
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+"""
+
+
+def test_a_tokenizer_written_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Kimi's is: no offsets, code of its own."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "tokenization_letters.py").write_text(PYTHON_TOKENIZER)
+    (folder / "chat_template.jinja").write_text((chat.TEMPLATES / "chatml.jinja").read_text())
+    special = {"content": "<|im_end|>", "special": True}
+    config = {
+        "tokenizer_class": "Letters",
+        "auto_map": {"AutoTokenizer": ["tokenization_letters.Letters", None]},
+        "added_tokens_decoder": {"200": {**special, "content": "<|im_start|>"}, "201": special},
+        "eos_token": "<|im_end|>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    preparer = RowPreparer(TargetTokenizer(target=str(folder), trust_remote_code=True), PrepareOptions())
+    outcome = preparer(RawRow(source="x:1", body={"messages": messages("hi", "hello")}, amount=0))
+    assert isinstance(outcome.row, PreparedRow), outcome.row
+    start, end = 200, 201
+    asked = [start, *map(ord, "user\nhi"), end, ord("\n"), start, *map(ord, "assistant\n")]
+    assert outcome.row.input_ids.tolist() == [*asked, *map(ord, "hello"), end, ord("\n")]
+    assert outcome.row.loss_mask.tolist() == [0] * len(asked) + [1] * 6 + [0]

@@ -200,3 +200,29 @@ def test_the_chosen_split_is_read(tmp_path: Path) -> None:
     splits = DatasetDict({"train": Dataset.from_list(ROWS[:1]), "test": Dataset.from_list(ROWS[1:])})
     splits.save_to_disk(str(tmp_path / "two"))
     assert bodies(read(tmp_path / "two", "test")) == ROWS[1:]
+
+
+def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load(name: str, *, split: str, streaming: bool) -> Any:
+        assert (name, split, streaming) == ("owner/chats", "train_sft", True)
+        return datasets.Dataset.from_list([*ROWS, {"id": "x", "messages": None}]).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    reader = Reader("owner/chats", "train_sft")
+    rows = list(reader)
+    assert bodies(rows) == [*ROWS, {"id": "x"}]
+    assert rows[5].source == "owner/chats[5]"
+    assert (reader.total, reader.unit, reader.fingerprint) == (None, "rows", {"hub": "owner/chats"})
+
+
+def test_a_name_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load(*_: Any, **__: Any) -> Any:
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'owner/nothing' doesn't exist on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(ConversationsError, match="owner/nothing: no such file here, and as a dataset of the hub"):
+        read("owner/nothing")

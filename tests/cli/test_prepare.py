@@ -241,9 +241,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75), (signal.SIGINT, 75)]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
 def test_killed_at_work_it_can_be_run_again(number: int, status: int, target: Path, tmp_path: Path) -> None:
     rows = [json.dumps(row) + "\n" for row in conversations(200)]
     out = tmp_path / "out"
