@@ -86,9 +86,8 @@ def main() -> None:
         shutil.rmtree(out, ignore_errors=True)
         started = time.perf_counter()
         with ShardWriter(out, identity=identity(codec), worker="w", codec_threads=threads, metadata={}) as writer:
-            for sample, totals in zip(samples, statistics, strict=True):
-                writer.add(sample, totals)
-            stored = sum(shard.num_bytes for shard in writer.close())
+            shards = [shard for pair in zip(samples, statistics, strict=True) for shard in writer.add(*pair)]
+            stored = sum(shard.num_bytes for shard in [*shards, *writer.close()])
         seconds = time.perf_counter() - started
         print(f"{codec:<5} {threads:2} threads  {num_bytes / seconds / 1e9:6.2f} GB/s  ratio {num_bytes / stored:.3f}")
         shutil.rmtree(out)

@@ -142,7 +142,7 @@ def check_tokenizer(config: CaptureConfig, prepared: PreparedSamples) -> None:
 
     settings = config.settings
     tokenizer = load_tokenizer(settings.target, settings.revision, settings.trust_remote_code)
-    found = asdict(tokenizer_identity(settings.target, tokenizer))
+    found = asdict(tokenizer_identity(settings.target, tokenizer, settings.revision))
     differing = [name for name, value in asdict(prepared.tokenizer).items() if value != found[name]]
     if differing:
         raise PreparedError(
