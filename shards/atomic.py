@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -20,8 +23,8 @@ def fsync_folder(folder: Path) -> None:
 
 def publish(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path``, replacing what is there in one step."""
-    temporary = _write_temporary(path, content)
-    os.replace(temporary, path)
+    with _temporary(path, content) as temporary:
+        os.replace(temporary, path)
     fsync_folder(path.parent)
 
 
@@ -30,25 +33,44 @@ def publish_new(path: Path, content: bytes) -> bool:
 
     Of several processes that try at once exactly one wins, and no reader ever sees a part of the file.
     """
-    temporary = _write_temporary(path, content)
     try:
-        os.link(temporary, path)
+        with _temporary(path, content) as temporary:
+            os.link(temporary, path)
     except FileExistsError:
         return False
-    finally:
-        temporary.unlink()
     fsync_folder(path.parent)
     return True
 
 
-def _write_temporary(path: Path, content: bytes) -> Path:
+def remove_temporaries(folder: Path) -> list[str]:
+    """Remove what killed processes left in ``folder``; returns the names. Files that are being published stay."""
+    removed = []
+    for name in sorted(os.listdir(folder)):
+        if not name.startswith(TEMPORARY_PREFIX):
+            continue
+        try:
+            with open(folder / name, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(folder / name)
+        except (BlockingIOError, FileNotFoundError):  # being published, or just was
+            continue
+        removed.append(name)
+    return removed
+
+
+@contextlib.contextmanager
+def _temporary(path: Path, content: bytes) -> Iterator[Path]:
+    """``content``, durable under a temporary name beside ``path``; removed at the end unless renamed.
+
+    Locked while in use: a lock ends with its process, so an unlocked temporary is a leftover.
+    """
     temporary = path.parent / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        with open(temporary, "xb") as file:
+    with open(temporary, "xb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return temporary
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)

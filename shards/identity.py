@@ -6,6 +6,7 @@ limits) stands in each shard's metadata instead. The file is specified in docs/f
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -103,6 +104,12 @@ class DatasetIdentity:
         return len(self.taps) * self.target.hidden_size
 
     @property
+    def wide_tensors(self) -> dict[str, int]:
+        """The tensors that a codec stores, and their widths in elements."""
+        wide = {"features": self.features_width}
+        return wide if self.last_hidden is None else wide | {"last_hidden": self.hidden_size}
+
+    @property
     def itemsize_bytes(self) -> int:
         return 4 if self.dtype == "float32" else 2
 
@@ -172,6 +179,16 @@ def create_or_match(dataset: Path, identity: DatasetIdentity) -> None:
             + "; ".join(f"{name} is {theirs!r} there and {ours!r} here" for name, theirs, ours in differences)
             + f". Give another output folder, or the options that {path} was made with."
         )
+
+
+def content_hash(identity: DatasetIdentity) -> str:
+    """blake2b-128, hex, of what the meaning of a shard's bytes depends on; each shard carries it.
+
+    Stage, prepared input and ``target.name`` are left out: a captured shard may stand in a standard dataset as it is.
+    """
+    body = identity.to_json()
+    del body["stage"], body["prepared"], body["target"]["name"]
+    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def identity_differences(a: DatasetIdentity, b: DatasetIdentity) -> list[tuple[str, Any, Any]]:

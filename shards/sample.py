@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,11 @@ def sample_id(input_ids: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.uint8]
     digest.update(np.ascontiguousarray(input_ids, dtype="<i4").tobytes())
     digest.update(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
     return digest.hexdigest()
+
+
+def parse_sample_ids(ids: Iterable[str]) -> npt.NDArray[np.uint64]:
+    """Sample ids as numbers, uint64 [N], in the order given: 8 bytes each instead of a string's 65."""
+    return np.frombuffer(bytes.fromhex("".join(ids)), dtype=">u8").astype(np.uint64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,313 @@
+"""Writes samples into shards: buffered in memory, sealed one after another by a background thread.
+
+A seal is: temporary name, write, fsync, rename, fsync of the folder, then the ledger line, fsynced. A crash at any
+instant loses only what was not sealed, and leaves nothing that counts as done.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder
+from eyas.shards.codec import CODECS
+from eyas.shards.errors import ShardWriteError
+from eyas.shards.identity import DatasetIdentity
+from eyas.shards.layout import ITEMSIZE_BYTES, TensorSpec, build_header, in_file_order, shard_metadata, tensor_specs
+from eyas.shards.ledger import SHARDS_FOLDER, SealedShard, WorkerLedger
+from eyas.shards.sample import Sample, sample_id
+from eyas.shards.statistics import summarize, tap_statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WRITE_BYTES = 1 << 20  # hashed and written while in cache
+
+
+class ShardWriter:
+    """Writes the shards of one worker. Use as a context manager: a clean exit closes, an exception aborts.
+
+    Holds the worker's name exclusively (HeldError otherwise). Memory: the shard that fills, the one being sealed, and
+    one sample. With codec zstd, the sealed one's encoded bytes come on top.
+
+    metadata: strings of the engine (build, tensor-parallel size, host, ...), kept in each shard.
+    """
+
+    def __init__(
+        self,
+        dataset: Path,
+        *,
+        identity: DatasetIdentity,
+        worker: str,
+        shard_bytes: int = 1 << 30,
+        codec_threads: int = 1,
+        metadata: Mapping[str, str],
+    ) -> None:
+        if shard_bytes < 1 or codec_threads < 1:
+            raise ValueError(f"shard_bytes {shard_bytes} and codec_threads {codec_threads} must be at least 1")
+        self._identity = identity
+        self._shard_bytes = shard_bytes
+        self._metadata = dict(metadata)
+        self._folder = dataset / SHARDS_FOLDER
+        self._ledger = WorkerLedger(dataset, worker)
+        self._codec_pool = ThreadPoolExecutor(codec_threads, thread_name_prefix="eyas-codec")
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="eyas-seal")
+        self._sealing: Future[SealedShard] | None = None
+        self._next = _Filling()
+        self._closed = False
+
+    def add(self, sample: Sample, statistics: Tensor | None = None) -> list[SealedShard]:
+        """Take one sample; returns the shards that became durable since the last call.
+
+        The sample's tensors are kept, not copied: do not write into them afterwards. statistics: [A, 4], or [A+1, 4]
+        with last_hidden's row last, as tap_statistics gives it; computed here where not given. Raises ValueError for
+        a sample that does not fit the dataset's identity, ShardWriteError where an earlier shard could not be written
+        (the writer is of no more use then: leave it).
+        """
+        self._check(sample)
+        sealed: list[SealedShard] = []
+        num_bytes = sum(tensor.nbytes for tensor in _tensors(sample).values())
+        if self._next.samples and self._next.num_bytes + num_bytes > self._shard_bytes:
+            sealed += self._seal_next()
+        if sample.sample_id in self._next.sample_ids:
+            raise ValueError(f"sample {sample.sample_id} is in this shard already")
+        totals = self._statistics(sample) if statistics is None else statistics.cpu()  # [A, 4] or [A+1, 4]
+        if totals.shape != (len(self._tap_names()), 4):
+            raise ValueError(f"statistics {list(totals.shape)}: expected [{len(self._tap_names())}, 4]")
+        self._next.add(sample, totals, num_bytes)
+        if self._next.num_bytes >= self._shard_bytes:
+            sealed += self._seal_next()
+        elif self._sealing is not None and self._sealing.done():
+            sealed += self._wait()
+        return sealed
+
+    def close(self) -> list[SealedShard]:
+        """Seal what is left, wait until it is durable, and give the worker name back."""
+        if self._closed:
+            return []
+        try:
+            sealed = self._seal_next() if self._next.samples else []
+            return sealed + self._wait()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drop what is not sealed. A shard that is being sealed is finished first."""
+        if self._closed:
+            return
+        self._closed = True
+        self._next = _Filling()
+        self._sealer.shutdown(wait=True)
+        self._codec_pool.shutdown(wait=True)
+        self._sealing = None
+        self._ledger.close()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc: object) -> None:
+        if exc_type is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _check(self, sample: Sample) -> None:
+        """Refuse what a shard of this dataset cannot hold."""
+        import torch
+
+        identity, num_tokens = self._identity, sample.num_tokens
+        dtype = getattr(torch, identity.dtype)
+        expected = {
+            "input_ids": (torch.int32, (num_tokens,)),
+            "loss_mask": (torch.uint8, (num_tokens,)),
+            **{name: (dtype, (num_tokens, width)) for name, width in identity.wide_tensors.items()},
+        }
+        if identity.target_statistics:
+            expected["target_top1"] = torch.int32, (num_tokens,)
+            expected["target_lse"] = torch.float32, (num_tokens,)
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in _tensors(sample).items()}
+        if found != expected or num_tokens < 1:
+            raise ValueError(f"sample {sample.sample_id}: tensors are {found}, this dataset's are {expected}")
+        if sample_id(sample.input_ids.numpy(), sample.loss_mask.numpy()) != sample.sample_id:
+            raise ValueError(f"sample {sample.sample_id}: the id is not that of its tokens")
+
+    def _statistics(self, sample: Sample) -> Tensor:
+        import torch
+
+        hidden_size = self._identity.hidden_size
+        rows = [tap_statistics(sample.features.view(sample.num_tokens, -1, hidden_size))]
+        if sample.last_hidden is not None:
+            rows.append(tap_statistics(sample.last_hidden.view(sample.num_tokens, 1, hidden_size)))
+        return torch.cat(rows)
+
+    def _seal_next(self) -> list[SealedShard]:
+        """Hand the filled shard to the sealing thread, once that has finished the one before."""
+        sealed = self._wait()
+        filled, self._next = self._next, _Filling()
+        self._sealing = self._sealer.submit(self._seal, filled, self._ledger.next_seq)
+        self._ledger.next_seq += 1
+        return sealed
+
+    def _wait(self) -> list[SealedShard]:
+        if self._sealing is None:
+            return []
+        sealing = self._sealing
+        sealed = sealing.result()
+        self._sealing = None
+        return [sealed]
+
+    def _seal(self, filled: _Filling, seq: int) -> SealedShard:
+        name = self._ledger.shard_name(seq)
+        path, temporary = self._folder / name, self._folder / f"{TEMPORARY_PREFIX}{name}"
+        stored = self._encode(filled)
+        num_tokens = sum(sample.num_tokens for sample in filled.samples)
+        trained = [int(np.count_nonzero(sample.loss_mask.numpy())) for sample in filled.samples]
+        statistics = summarize(filled.statistics, self._tap_names(), num_tokens, self._identity.hidden_size)
+        specs = _specs(tensor_specs(self._identity, len(filled.samples), num_tokens), stored)
+        metadata = shard_metadata(
+            self._identity,
+            sample_ids=list(filled.sample_ids),
+            num_trained_tokens=trained,
+            xxh3={tensor: _xxh3(stored[tensor]) for tensor in specs},
+            statistics=statistics,
+            engine=self._metadata,
+            seconds=time.time() - filled.started_at,
+        )
+        pieces = [np.frombuffer(build_header(metadata, specs), np.uint8)]
+        pieces += [piece for tensor in specs for piece in stored[tensor]]
+        try:
+            xxh3 = _write_new(temporary, pieces)
+            try:
+                os.rename(temporary, path)
+                fsync_folder(self._folder)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            sealed_at = time.time()
+            shard = SealedShard(
+                shard=name,
+                num_bytes=sum(piece.size for piece in pieces),
+                xxh3=xxh3,
+                num_tokens=num_tokens,
+                num_trained_tokens=sum(trained),
+                sample_ids=tuple(filled.sample_ids),
+                statistics=statistics,
+                seconds=round(sealed_at - filled.started_at, 3),
+                sealed_at=round(sealed_at, 3),
+            )
+            self._ledger.append(shard)
+        except OSError as error:
+            cause = "no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "cannot write"
+            raise ShardWriteError(
+                f"{path}: {cause} ({error.strerror}). What was sealed before is whole: mend it (space, permissions, "
+                f"limits) and run the same command again, which goes on from there"
+            ) from error
+        return shard
+
+    def _encode(self, filled: _Filling) -> dict[str, list[npt.NDArray[np.uint8]]]:
+        """The bytes of every tensor, in pieces. The wide ones of codec raw are the samples' own memory."""
+        samples = [_tensors(sample) for sample in filled.samples]
+        lengths = [sample.num_tokens for sample in filled.samples]
+        stored = {"offsets": [np.concatenate([[0], np.cumsum(lengths)]).astype("<i8").view(np.uint8)]}
+        codec = CODECS[self._identity.codec]
+        for name in samples[0]:
+            rows = [_bytes(sample[name]) for sample in samples]  # uint8 [T_n, row_bytes] each
+            if name in self._identity.wide_tensors:
+                stored |= codec.encode(name, rows, self._codec_pool)
+            else:
+                stored[name] = [np.concatenate(rows).reshape(-1)]
+        return stored
+
+    def _tap_names(self) -> list[str]:
+        return [str(tap) for tap in self._identity.taps] + ["last_hidden"] * (self._identity.last_hidden is not None)
+
+
+class _Filling:
+    """The shard that is being filled."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.statistics: list[Tensor] = []
+        self.sample_ids: dict[str, None] = {}  # ordered
+        self.num_bytes = 0
+        self.started_at = 0.0
+
+    def add(self, sample: Sample, statistics: Tensor, num_bytes: int) -> None:
+        if not self.samples:
+            self.started_at = time.time()
+        self.samples.append(sample)
+        self.statistics.append(statistics)
+        self.sample_ids[sample.sample_id] = None
+        self.num_bytes += num_bytes
+
+
+def _tensors(sample: Sample) -> dict[str, Tensor]:
+    tensors = {
+        "input_ids": sample.input_ids,
+        "loss_mask": sample.loss_mask,
+        "features": sample.features,
+        "last_hidden": sample.last_hidden,
+        "target_top1": sample.target_top1,
+        "target_lse": sample.target_lse,
+    }
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a CPU tensor [T, ...] as uint8 [T, row_bytes]; copied only where it is not contiguous."""
+    import torch
+
+    view: npt.NDArray[np.uint8] = tensor.contiguous().view(len(tensor), -1).view(torch.uint8).numpy()
+    return view
+
+
+def _specs(
+    specs: Mapping[str, TensorSpec], stored: Mapping[str, Sequence[npt.NDArray[np.uint8]]]
+) -> dict[str, TensorSpec]:
+    """``specs`` in file order, with free sizes as the codec made them."""
+    whole = {}
+    for name in in_file_order(specs):
+        num_bytes = sum(piece.size for piece in stored[name])
+        spec = specs[name]
+        if -1 in spec.shape:
+            spec = TensorSpec(spec.dtype, (num_bytes // ITEMSIZE_BYTES[spec.dtype],))
+        assert spec.num_bytes == num_bytes, (name, spec, num_bytes)
+        whole[name] = spec
+    return whole
+
+
+def _xxh3(pieces: Sequence[npt.NDArray[np.uint8]]) -> str:
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)  # type: ignore[arg-type]
+    return digest.hexdigest()
+
+
+def _write_new(path: Path, pieces: Sequence[npt.NDArray[np.uint8]]) -> str:
+    """Write and fsync a new file; returns its xxh3-64, taken from memory. On an error the file is removed."""
+    digest = xxhash.xxh3_64()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for piece in pieces:
+            view = memoryview(piece.reshape(-1))  # type: ignore[arg-type]
+            for start in range(0, len(view), _WRITE_BYTES):
+                block = view[start : start + _WRITE_BYTES]
+                digest.update(block)
+                while block:
+                    block = block[os.write(fd, block) :]
+        os.fsync(fd)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
