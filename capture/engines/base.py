@@ -9,15 +9,60 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from eyas.shards.identity import DatasetIdentity, TargetIdentity
+from eyas.shards.identity import DTYPES, DatasetIdentity, TargetIdentity
 from eyas.shards.ledger import SealedShard
 from eyas.shards.sample import TokenSample
 from eyas.shards.writer import ShardWriter
+from eyas.taps.errors import EyasError
+from eyas.taps.notation import Tap
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOutline:
+    """What a target's configuration says without loading a weight: enough to resolve taps and to plan."""
+
+    config: Any  # the engine library's own configuration object
+    config_hash: str  # blake2b-128 of config.json's bytes, hex
+    model_class: str  # e.g. LlamaForCausalLM
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str  # the checkpoint's: bfloat16, float16 or float32
+    max_positions: int | None  # tokens; None where unlimited or unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """How a target is run and what is taken from it: everything an engine is constructed from.
+
+    Processes are not started by an engine: with ``tp`` above 1, or several groups, every rank constructs it from the
+    same settings under torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), and each
+    ``tp`` consecutive ranks are one group.
+    """
+
+    target: str  # a folder, or a name on the hub
+    taps: tuple[Tap, ...]  # of the features, ascending depth
+    dtype: str  # bfloat16, float16 or float32: the activations', and so the dataset's
+    last_hidden: Tap | None = None  # after:{L-1}, final, or not kept
+    target_statistics: bool = True  # target_top1 and target_lse
+    revision: str | None = None  # on the hub; None is its default branch
+    trust_remote_code: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    tp: int = 1  # processes that share one copy of the target
+    batch_tokens: int = 16384  # rows * longest of a batch at most; a longer sample is a batch of its own
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise EyasError(f"dtype {self.dtype!r}: expected one of {', '.join(DTYPES)}")
+        if self.tp < 1:
+            raise EyasError(f"--tp {self.tp}: expected at least 1")
+        if self.batch_tokens < 1:
+            raise EyasError(f"--batch-tokens {self.batch_tokens}: expected at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
