@@ -1,0 +1,111 @@
+"""The target's tokenizer: loading it, and proving that two are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eyas.capture.errors import TargetError
+from eyas.shards.identity import TokenizerIdentity
+
+# Files that tokenizers of transformers are made from, next to those that the tokenizer's class names itself
+# (vocab_files_names) and the code files of its auto_map. Chat templates have a hash of their own.
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+# Scripts, digits, code, runs of white space, emoji joined from several code points, and strings that are special
+# tokens in some vocabularies: where two tokenizers differ, they differ here or nowhere that matters.
+PROBE_TEXT = (
+    "The quick brown fox's 12345678 jumps, 3.14159.\n\n\t\t    def f(x):\r\n        return x**2  # ok\n"
+    "na\u00efve caf\u00e9 cafe\u0301 Stra\u00dfe \ufb01 \u00bd \u00a0\u200b\ufeff"
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u3053\u3093\u306b\u3061\u306f \uc548\ub155"
+    " \u041f\u0440\u0438\u0432\u0435\u0442"
+    " \u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \u0928\u092e\u0938\u094d\u0924\u0947 \u0e44\u0e17\u0e22 "
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e8\U0001f1ed "
+    "<s></s><unk><pad><bos><eos><|endoftext|><|im_start|>user<|im_end|><|eot_id|><|end|><end_of_turn>[INST][/INST]"
+    '<think></think><tool_call>{"name": "f", "arguments": {"x": [1, null]}}</tool_call>   '
+)
+
+
+def load_tokenizer(target: str | Path, revision: str | None, trust_remote_code: bool) -> Any:
+    """The tokenizer of ``target``: a folder or a hub name.
+
+    Raises TargetError where there is none, or where it needs its own code and ``trust_remote_code`` is False.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(target), revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        if "trust_remote_code" in str(error):
+            raise TargetError(
+                f"--target {target}: its tokenizer comes with code of its own, which eyas runs only with "
+                "--trust-remote-code. Read that code first"
+            ) from error
+        raise TargetError(f"--target {target}: no tokenizer could be loaded ({_first_line(error)})") from error
+
+
+def tokenizer_identity(target: str | Path, tokenizer: Any, revision: str | None = None) -> TokenizerIdentity:
+    """What makes ``tokenizer``, loaded from ``target`` (a folder or a hub name), the one it is.
+
+    ``files_hash`` goes over the name and bytes of every tokenizer file there, sorted by name; ``chat_template_hash``
+    over the template (of several named ones, over all); ``probe_hash`` over the int32 ids of PROBE_TEXT without
+    special tokens added. Each is blake2b-128, hex.
+    """
+    from transformers.utils import cached_file
+
+    names = {*TOKENIZER_FILES, *(name for name in tokenizer.vocab_files_names.values() if isinstance(name, str))}
+    names |= _code_files(tokenizer)
+    files = hashlib.blake2b(digest_size=16)
+    for name in sorted(names):
+        path = cached_file(
+            str(target),
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if path is not None:
+            content = Path(path).read_bytes()
+            files.update(f"{name}\0{len(content)}\0".encode())
+            files.update(content)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = json.dumps(template, sort_keys=True)
+    probe = np.asarray(tokenizer.encode(PROBE_TEXT, add_special_tokens=False), dtype="<i4")  # [T]
+    return TokenizerIdentity(
+        files_hash=files.hexdigest(),
+        chat_template_hash=None if template is None else _blake2b(template.encode()),
+        probe_hash=_blake2b(probe.tobytes()),
+    )
+
+
+def _code_files(tokenizer: Any) -> set[str]:
+    """Files of the tokenizer's own code, from its auto_map: "module.Class" or "repo--module.Class"."""
+    auto_map = tokenizer.init_kwargs.get("auto_map") or {}
+    entry = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
+    classes = entry if isinstance(entry, list | tuple) else [entry]
+    return {f"{name.split('.')[0]}.py" for name in classes if isinstance(name, str) and "--" not in name}
+
+
+def _blake2b(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
