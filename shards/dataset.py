@@ -180,8 +180,10 @@ class Dataset:
         """Distinct ids ascending, with each one's shard and place in it (the first, where it is there twice)."""
         entries = self.ledgers.entries
         counts = [len(entry.sample_ids) for entry in entries]
-        every = parse_sample_ids(sample_id for entry in entries for sample_id in entry.sample_ids)
-        ids, first = np.unique(every, return_index=True)
+        stored = self.ledgers.stored_ids
+        order = np.argsort(stored, kind="stable")
+        ids = self.ledgers.sample_ids()
+        first = order[np.searchsorted(stored, ids, sorter=order)]  # of a repeated id, where it stands first
         starts = np.concatenate([[0], np.cumsum(counts)])
         shards = np.searchsorted(starts, first, side="right") - 1
         return ids, shards.astype(np.int32), (first - starts[shards]).astype(np.int32)

@@ -11,16 +11,16 @@ import contextlib
 import errno
 import fcntl
 import gc
-import json
 import os
 import re
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -43,7 +43,7 @@ _CHECK_KEY = b',"line_xxh3":"'
 _CHECK_BYTES = len(_CHECK_KEY) + 16 + 2  # the key, 16 hex digits, and "}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SealedShard:
     """One ledger line: a shard that is durable under its name."""
 
@@ -56,6 +56,9 @@ class SealedShard:
     statistics: dict[str, Any]  # per tap and for last_hidden: mean_norm, max_abs, zeros (share), nonfinite (count)
     seconds: float  # from the shard's first sample to its seal
     sealed_at: float  # unix time
+
+
+_DECODER = msgspec.json.Decoder(SealedShard)  # the standard library's parser takes 2 s for 120 000 lines, this one 0.5
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,18 @@ class Problem:
 class LedgerState:
     """What the ledgers of a dataset say, as far as the shards are there."""
 
-    entries: list[SealedShard]  # shard present with its size; by worker, then seq
+    entries: list[SealedShard]  # those whose shard is there with its size; by worker, then seq
     problems: list[Problem]
 
     @cached_property
+    def stored_ids(self) -> npt.NDArray[np.uint64]:
+        """The sample ids in the order of the entries, repeats included: uint64 [M]."""
+        return parse_sample_ids(sample_id for entry in self.entries for sample_id in entry.sample_ids)
+
+    @cached_property
     def _ids(self) -> npt.NDArray[np.uint64]:
-        return np.unique(_all_ids(self.entries))
+        ids = np.sort(self.stored_ids)
+        return ids[np.append(True, ids[1:] != ids[:-1])] if len(ids) else ids  # np.unique takes ten times as long
 
     def sample_ids(self) -> npt.NDArray[np.uint64]:
         """The distinct sample ids, ascending: uint64 [N], an id's 16 hex digits read as a number."""
@@ -153,9 +162,9 @@ def read_ledgers(dataset: Path) -> LedgerState:
             elif _SHARD_NAME.fullmatch(name):
                 message = "in no ledger; the next capture verifies it and takes it in"
                 problems.append(Problem("shard without line", where, message))
-        present.sort(key=lambda entry: _name_parts(entry.shard))
-        problems += _duplicates(present)
-    return LedgerState(present, problems)
+        state = LedgerState(present, problems)
+        problems += _duplicates(state)
+    return state
 
 
 class WorkerLedger:
@@ -315,12 +324,12 @@ def _set_aside(path: Path) -> str:
 
 def format_line(shard: SealedShard) -> bytes:
     """The ledger line of ``shard``: one JSON object, last in it the xxh3-64 of all that stands before that key."""
-    body = json.dumps(asdict(shard), separators=(",", ":")).encode()[:-1]
+    body = msgspec.json.encode(shard)[:-1]
     return body + _CHECK_KEY + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n'
 
 
 def _read_ledger(ledger: Path) -> tuple[list[SealedShard], list[str]]:
-    """The whole lines of a ledger in file order, and a message for each line that is not whole."""
+    """The whole lines of a ledger by seq, and a message for each line that is not whole."""
     written = ledger.read_bytes().split(b"\n")
     lines, torn = [], []
     if written.pop():
@@ -332,37 +341,23 @@ def _read_ledger(ledger: Path) -> tuple[list[SealedShard], list[str]]:
         else:
             torn.append(f"line {number} is torn or damaged, and does not count")
     try:
-        # One call for all lines: the parser then keeps one copy of each key, not one a line.
-        bodies = json.loads(b"[" + b",".join(lines) + b"]")
-        entries = [_entry(body, ledger.stem) for body in bodies]
+        entries = [_checked(_DECODER.decode(line), ledger.stem) for line in lines]
         if len({entry.shard for entry in entries}) < len(entries):
             raise ValueError("a shard has two lines")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        entries.sort(key=lambda entry: (len(entry.shard), entry.shard))  # by seq: of one worker, and zero-padded
+    except ValueError as error:
         raise LedgerError(
-            f"{ledger}: whole lines, and yet not what a worker {ledger.stem} writes ({error!r}): restore the file, or "
+            f"{ledger}: whole lines, and yet not what a worker {ledger.stem} writes ({error}): restore the file, or "
             f"move it away and run the capture again, which verifies its shards and takes them in"
         ) from error
     return entries, torn
 
 
-def _entry(body: dict[str, Any], worker: str) -> SealedShard:
-    entry = SealedShard(
-        shard=body["shard"],
-        num_bytes=body["num_bytes"],
-        xxh3=body["xxh3"],
-        num_tokens=body["num_tokens"],
-        num_trained_tokens=body["num_trained_tokens"],
-        sample_ids=tuple(body["sample_ids"]),
-        statistics=body["statistics"],
-        seconds=body["seconds"],
-        sealed_at=body["sealed_at"],
-    )
-    # A name from a file: it must stay inside the shards folder.
+def _checked(entry: SealedShard, worker: str) -> SealedShard:
+    """Types are right already. The name comes from a file: it must stay inside the shards folder."""
     match = _SHARD_NAME.fullmatch(entry.shard)
     if match is None or match[1] != worker:
         raise ValueError(f"shard name {entry.shard!r}")
-    if not type(entry.num_bytes) is type(entry.num_tokens) is type(entry.num_trained_tokens) is int:
-        raise ValueError(f"counts of {entry.shard}")
     if not entry.sample_ids or set(map(len, entry.sample_ids)) != {16}:
         raise ValueError(f"sample ids of {entry.shard}")
     bytes.fromhex("".join(entry.sample_ids))
@@ -381,23 +376,13 @@ def _shard_sizes(dataset: Path) -> dict[str, int]:
         return {}
 
 
-def _name_parts(shard: str) -> tuple[str, int]:
-    match = _SHARD_NAME.fullmatch(shard)
-    assert match is not None, shard
-    return match[1], int(match[2])
-
-
-def _all_ids(entries: list[SealedShard]) -> npt.NDArray[np.uint64]:
-    return parse_sample_ids(sample_id for entry in entries for sample_id in entry.sample_ids)
-
-
-def _duplicates(entries: list[SealedShard]) -> list[Problem]:
+def _duplicates(state: LedgerState) -> list[Problem]:
     """One problem for each shard that holds samples which a shard before it holds already."""
-    ids = _all_ids(entries)  # [M] in entry order
+    entries, ids = state.entries, state.stored_ids
+    if state.num_samples == len(ids):
+        return []
     order = np.argsort(ids, kind="stable")
     again = order[1:][ids[order[1:]] == ids[order[:-1]]]
-    if not len(again):
-        return []
     counts = np.array([len(entry.sample_ids) for entry in entries])
     shards, num = np.unique(np.searchsorted(np.cumsum(counts), again, side="right"), return_counts=True)
     return [
