@@ -142,7 +142,9 @@ def read_config(folder: Path) -> DraftConfig:
     try:
         raw = json.loads(path.read_bytes())
     except OSError as error:
-        raise DraftError(f"--draft {folder}: no {CONFIG_FILE} there ({error.strerror}): expected a draft's folder") from error
+        raise DraftError(
+            f"--draft {folder}: no {CONFIG_FILE} there ({error.strerror}): expected a draft's folder"
+        ) from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DraftError(f"{path}: unreadable ({error})") from error
     if not isinstance(raw, dict):

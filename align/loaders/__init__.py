@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eyas.align.draft import Draft
 from eyas.align.engine import Engine
-from eyas.align.loaders import speculators, sglang, transformers, trtllm, vllm
+from eyas.align.loaders import sglang, speculators, transformers, trtllm, vllm
 from eyas.align.loaders.base import Loader
 from eyas.taps.conventions.entry import of_version
 
@@ -18,7 +18,9 @@ TABLES: dict[str, tuple[Loader, ...]] = {
 
 def known_architectures(engine: Engine) -> list[str]:
     """The draft architectures that ``engine`` loads, in the releases that were read."""
-    return sorted({name for loader in of_version(TABLES[engine.system], engine.version) for name in loader.architectures or ()})
+    return sorted(
+        {name for loader in of_version(TABLES[engine.system], engine.version) for name in loader.architectures or ()}
+    )
 
 
 def loaders_for(engine: Engine, draft: Draft) -> list[Loader]:
@@ -37,4 +39,5 @@ def trainer_of(draft: Draft) -> Loader | None:
     """The trainer whose format the checkpoint is in, where that says how it was trained."""
     if not draft.config.is_speculators:
         return None
-    return next((l for l in speculators.LOADERS if l.architecture(draft.config) in (l.architectures or ())), None)
+    tables = speculators.LOADERS
+    return next((table for table in tables if table.architecture(draft.config) in (table.architectures or ())), None)

@@ -1,8 +1,8 @@
 """What a loader module holds: a table of how one system, in some releases, builds and fills an EAGLE-3 draft.
 
 Shapes: H the draft's hidden size, W the width of a tap (the target's hidden size), A taps, V the target's vocabulary,
-D the draft's. A draft's tensors are named here as ``layers.0.self_attn.q_proj.weight``, ``fc.weight``, ``lm_head.weight``
-and so on, whatever prefix or alias a checkpoint uses.
+D the draft's. A draft's tensors are named here as ``layers.0.self_attn.q_proj.weight``, ``fc.weight``,
+``lm_head.weight`` and so on, whatever prefix or alias a checkpoint uses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """Where a system reads a switch of the draft's forward; with no place it has no such switch, and does ``default``."""
+    """Where a system reads a switch of the draft's forward; with no place it has none, and does ``default``."""
 
     places: tuple[str, ...] = ()  # dotted keys; the first that is set counts
     default: bool = False
@@ -116,9 +116,7 @@ def load(loader: Loader, draft: Draft) -> Loading:
             taken[parameter] = name
         elif "t2d" in name or "d2t" in name:
             continue
-        elif any(part in name for part in loader.dropped):
-            dropped.append(name)
-        elif loader.unknown_tensors == "dropped":
+        elif any(part in name for part in loader.dropped) or loader.unknown_tensors == "dropped":
             dropped.append(name)
         else:
             unknown.append(name)

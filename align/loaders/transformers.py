@@ -1,4 +1,4 @@
-"""Hugging Face transformers: no EAGLE-3 draft is loaded (nothing in 5.24.0 mentions one), so there is nothing to check."""
+"""Hugging Face transformers: it loads no EAGLE-3 draft (nothing in 5.24.0 mentions one)."""
 
 from eyas.align.loaders.base import Loader
 

@@ -1,10 +1,10 @@
-"""TensorRT-LLM: embeddings are the target's, a missing head is too; how many taps fc takes stands in the serving config.
+"""TensorRT-LLM: embeddings are the target's, a missing head is too; how many taps fc takes is in the serving config.
 
-Read in NVIDIA/TensorRT-LLM, tensorrt_llm/_torch/models/modeling_speculative.py at commit 00679c6 (2026, no release tied
-to it), classes ``Eagle3DraftModel`` and ``Eagle3ForCausalLM``: norm_before_fc is read inside eagle_config alone, fc_norm
-at the top level and goes first, norm_output at the top level or as eagle_config.return_hidden_post_norm; there is no
-norm_before_residual. Which architecture names lead there, and what becomes of tensors that are unknown or missing, was
-not read: both are unknown.
+Read in NVIDIA/TensorRT-LLM, tensorrt_llm/_torch/models/modeling_speculative.py at commit 00679c6 (2026, no release
+tied to it), classes ``Eagle3DraftModel`` and ``Eagle3ForCausalLM``: norm_before_fc is read inside eagle_config alone,
+fc_norm at the top level and goes first, norm_output at the top level or as eagle_config.return_hidden_post_norm; there
+is no norm_before_residual. Which architecture names lead there, and what becomes of tensors that are unknown or
+missing, was not read: both are unknown.
 """
 
 from eyas.align.loaders.base import ABSENT, TOP, Flag, Loader
