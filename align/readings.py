@@ -6,7 +6,7 @@ keeps them apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +30,20 @@ class ConfigReading:
     taps: tuple[Tap, ...] | None
     problem: str = ""  # why there are none
 
-    def __str__(self) -> str:
+    @property
+    def outcome(self) -> str:
+        """What it does, without its name."""
         how = f"reads {self.place} {list(self.ids or ())} as" if self.place else "takes its default:"
         if self.place is None and self.ignored:
             how = f"ignores {self.ignored} and takes its default:"
-        outcome = format_taps(self.taps) if self.taps is not None else f"nothing it can feed ({self.problem})"
-        return f"{self.label} {how} {outcome}"
+        return f"{how} {format_taps(self.taps) if self.taps is not None else f'nothing it can feed ({self.problem})'}"
 
     @property
     def cite(self) -> str:
         return f"{self.label}, {self.source}"
+
+
+SERVING_CONFIG = "speculative_config."  # places that start so are given to the engine, not kept with the draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,8 @@ def read_config(config: Mapping[str, Any], engine: Engine, target: TargetFacts) 
             if place is not None:
                 ids = _ids(look_up(config, place), place)
                 taps = entry.rule.taps(ids, target.num_layers)
+            elif all(place.startswith(SERVING_CONFIG) for place in reader.places):
+                problem = f"it takes {reader.places[0]} from its own configuration, which is not kept with the draft"
             else:
                 taps = entry.default(target.num_layers)
         except (ConventionError, TapError) as error:
@@ -88,6 +94,14 @@ def read_config(config: Mapping[str, Any], engine: Engine, target: TargetFacts) 
             )
         )
     return found
+
+
+def grouped(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """(name, text) as lines ``name and name: text``, one for each distinct text."""
+    names: dict[str, list[str]] = {}
+    for name, text in pairs:
+        names.setdefault(text, []).append(name)
+    return [f"{' and '.join(dict.fromkeys(same))}: {text}" for text, same in names.items()]
 
 
 def fragments(engine: Engine, taps: Sequence[Tap], target: TargetFacts) -> list[Fragment]:

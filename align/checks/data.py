@@ -82,7 +82,7 @@ class LookedAt:
 
     def __str__(self) -> str:
         total = len(self.subject.ledgers.entries)
-        return f"all {total:,} shards" if self.is_everything else f"{len(self.places)} of {total:,} shards looked at"
+        return "every shard looked at" if self.is_everything else f"{len(self.places)} of {total:,} shards looked at"
 
     @cached_property
     def _chosen(self) -> list[tuple[ShardHeader, int]]:

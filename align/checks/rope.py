@@ -79,7 +79,7 @@ def _against_target(subject: Subject, declared: Rope) -> list[Finding]:
             status="warning",
             found=f"the draft has {ours}" + (": the scaling was dropped" if lost else ""),
             expected=f"{theirs}, the target's, unless the draft was trained otherwise",
-            consequence="if it was trained with the target's, it is served with others: acceptance falls with the position",
+            consequence="if it was trained with the target's, its positions are wrong when served",
             mend=f'"rope_theta": {theirs.theta:g}, "rope_scaling": {_json(theirs)}',
         )
     ]

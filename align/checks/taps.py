@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eyas.align.checks.subject import Subject
-from eyas.align.engine import ENGINES, Engine
-from eyas.align.readings import ConfigReading, describe_fragments, read_config
+from eyas.align.engine import Engine
+from eyas.align.readings import ConfigReading, describe_fragments, grouped, read_config
 from eyas.align.verdict import Finding
 from eyas.taps.notation import Tap, format_taps
 
@@ -42,12 +42,12 @@ def check_taps(subject: Subject) -> list[Finding]:
         return [_in_serving_config(subject, readings)]
     cite = "; ".join(dict.fromkeys(reading.cite for reading in readings))
     wrong = [reading for reading in readings if reading.taps != captured]
-    shown = "; ".join(dict.fromkeys(map(str, readings)))
+    shown = "; ".join(grouped((reading.label, reading.outcome) for reading in readings))
     if not wrong:
         return [Finding(check="taps", status="ok", found=shown, source=cite)]
     if subject.draft is None:
         return [_unconfigured(subject, engine, shown, cite)]
-    consequence = "\n".join(dict.fromkeys(_cause(reading, captured) for reading in wrong))
+    consequence = "\n".join(grouped((reading.label, _cause(reading, captured)) for reading in wrong))
     certain = len(wrong) == len(readings)
     return [
         Finding(
@@ -93,7 +93,7 @@ def _cause(reading: ConfigReading, captured: Sequence[Tap]) -> str:
             else "no ids are configured"
         )
         why = f"{missing}: {why}"
-    return f"{reading.label}: {why}"
+    return why
 
 
 def _unconfigured(subject: Subject, engine: Engine, shown: str, cite: str) -> Finding:
@@ -108,12 +108,10 @@ def _unconfigured(subject: Subject, engine: Engine, shown: str, cite: str) -> Fi
 
 
 def _in_serving_config(subject: Subject, readings: Sequence[ConfigReading]) -> Finding:
-    is_default = all(reading.taps == subject.identity.taps for reading in readings)
     return Finding(
         check="taps",
         status="unknown",
-        found="trtllm takes its ids from the serving configuration, which is not in the draft's folder"
-        + (", and its default is what was captured" if is_default else ""),
+        found="trtllm takes its ids from its own configuration, which is not kept with the draft",
         expected=format_taps(subject.identity.taps),
         mend=describe_fragments(Engine("trtllm", None), subject.identity.taps, subject.facts),
         source="; ".join(dict.fromkeys(reading.cite for reading in readings)),
@@ -125,11 +123,12 @@ def _every_engine(subject: Subject) -> Finding:
     captured = subject.identity.taps
     readings = [
         reading
-        for system in ENGINES
-        if system in _SERVING
+        for system in ("sglang", "vllm")
         for reading in read_config(subject.draft.config.raw, Engine(system, None), subject.facts)
     ]
-    lines = [f"{reading}{'' if reading.taps == captured else '  <- not what was captured'}" for reading in readings]
+    lines = grouped(
+        (r.label, r.outcome + ("" if r.taps in (captured, None) else "  <- not what was captured")) for r in readings
+    )
     right = sum(reading.taps == captured for reading in readings)
     return Finding(
         check="taps",

@@ -150,7 +150,7 @@ def _tokenizer(subject: Subject, folder: TargetFolder) -> list[Finding]:
                 status="mismatch",
                 found="the target's chat template is not the one the dataset was rendered with",
                 expected=captured.chat_template_hash or "none",
-                consequence="prompts are rendered otherwise when served (headers, thinking blocks, tools) than in training",
+                consequence="served prompts differ from the trained ones: headers, thinking blocks, tools",
                 mend="eyas prepare with this target's template, and capture again",
             )
         )
