@@ -15,6 +15,7 @@ from eyas.align.loaders.base import load
 from eyas.align.readings import ConfigReading, Fragment, fragments, read_config
 from eyas.shards.atomic import publish_new
 from eyas.shards.identity import DatasetIdentity
+from eyas.taps.conventions.numbering import ConventionError
 from eyas.taps.errors import EyasError
 from eyas.taps.notation import format_taps
 from eyas.taps.target import TargetFacts
@@ -51,7 +52,10 @@ def make_draft_config(
     where it does not load the draft.
     """
     taps = identity.taps
-    found = fragments(engine, taps, facts)
+    try:
+        found = fragments(engine, taps, facts)
+    except ConventionError as error:
+        raise ExportError(f"--engine {engine}: {error}") from error
     if len(found) > 1:
         shown = "\n".join(f"  {fragment.label}: {fragment}" for fragment in found)
         raise ExportError(f"--engine {engine}: its releases read ids in different ways; say which (@VERSION):\n{shown}")

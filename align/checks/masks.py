@@ -52,6 +52,7 @@ class _Tally:
     samples: int = 0
     unread: int = 0
     trained: int = 0
+    in_answers: int = 0  # tokens of answers, trained or not
     elsewhere: int = 0  # trained tokens two or more away from any answer
     starts: dict[int, int] | None = None  # where runs start, relative to their answer's first own token
     empty_thinking: int = 0
@@ -136,6 +137,7 @@ def _count(turns: Turns, tokenizer: Any, looked_at: LookedAt) -> _Tally:
         near = np.zeros(len(ids) + 2, bool)  # token t at t + 1
         for start, end in answers:
             near[start : end + 2] = True
+            tally.in_answers += end - start
         trained = mask.astype(bool)
         tally.trained += int(trained.sum())
         tally.elsewhere += int((trained & ~near[1:-1]).sum())
@@ -166,7 +168,8 @@ def _role(tally: _Tally, seen: str) -> list[Finding]:
     runs = sum(starts.values())
     share = tally.elsewhere / max(1, tally.trained)
     if share > 1 - _NEARLY_ALL:
-        whose = "the prompts are trained too" if runs else "the prompts are trained, and the answers are not"
+        too = tally.trained - tally.elsewhere > tally.in_answers / 2
+        whose = "the prompts are trained too" if too else "the prompts are trained, and the answers are not"
         return [
             Finding(
                 check="mask roles",
