@@ -19,7 +19,45 @@ from pathlib import Path
 
 import numpy as np
 
+from eyas.shards.identity import (
+    DatasetIdentity,
+    PreparedIdentity,
+    TargetIdentity,
+    TokenizerIdentity,
+    create_or_match,
+)
 from eyas.shards.ledger import LEDGER_FOLDER, SHARDS_FOLDER, SealedShard, format_line
+from eyas.taps.notation import after
+
+HASH = "0" * 32
+IDENTITY = DatasetIdentity(
+    stage="captured",
+    taps=(after(1), after(29), after(57)),
+    last_hidden=after(60),
+    dtype="bfloat16",
+    codec="raw",
+    target_statistics=True,
+    target=TargetIdentity(
+        name="synthetic",
+        revision=None,
+        config_hash=HASH,
+        weights_hash=None,
+        model_class="DeepseekV3ForCausalLM",
+        num_layers=61,
+        hidden_size=7168,
+        vocab_size=163_840,
+        weight_dtype="bfloat16",
+        quantization=None,
+        final_norm="DeepseekV3RMSNorm",
+        final_norm_eps=1e-5,
+        logit_scale=1.0,
+        logit_softcap=None,
+        lm_head_bias=False,
+        lm_head_rows=163_840,
+    ),
+    tokenizer=TokenizerIdentity(files_hash=HASH, chat_template_hash=HASH, probe_hash=HASH),
+    prepared=PreparedIdentity(fingerprint=HASH, num_samples=1_400_000),
+)
 
 # Run in a fresh process. strace is not everywhere, so an audit hook sees every file that Python opens.
 READ = """
@@ -27,10 +65,9 @@ import json, resource, sys, time
 opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
 started = time.perf_counter()
-from pathlib import Path
-from eyas.shards.ledger import read_ledgers
+from eyas.shards import open_dataset
 imported = time.perf_counter()
-state = read_ledgers(Path(sys.argv[1]))
+state = open_dataset(sys.argv[1]).ledgers
 read = time.perf_counter()
 num_samples = state.num_samples
 ids = state.sample_ids()
@@ -51,8 +88,9 @@ def make(folder: Path, num_shards: int, num_samples: int, num_workers: int) -> N
     (folder / LEDGER_FOLDER).mkdir()
     ids = generator.integers(0, 1 << 63, num_samples, dtype=np.uint64)
     bounds = np.linspace(0, num_samples, num_shards + 1).astype(int)
-    taps = ("after:1", "after:29", "after:57", "last_hidden")
+    taps = [*map(str, IDENTITY.taps), "last_hidden"]
     per_worker = -(-num_shards // num_workers)
+    create_or_match(folder, IDENTITY)
     for first in range(0, num_shards, per_worker):
         worker = f"node{first // per_worker:03d}.cluster.example-0"
         with open(folder / LEDGER_FOLDER / f"{worker}.jsonl", "wb") as ledger:

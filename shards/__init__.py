@@ -19,8 +19,7 @@ __all__ = ["Dataset", "Sample", "Shard", "open_dataset"]
 
 
 def __getattr__(name: str) -> Any:
-    # The reader imports torch; what only wants ledgers must not pay for that.
-    if name in ("Dataset", "Shard", "open_dataset"):
+    if name in ("Dataset", "Shard", "open_dataset"):  # on demand: a ledger's reader needs no codec
         from eyas.shards import dataset
 
         return getattr(dataset, name)

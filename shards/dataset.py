@@ -1,4 +1,7 @@
-"""Reads a dataset: samples by id, shard by shard, or all of them, as torch tensors."""
+"""Reads a dataset: samples by id, shard by shard, or all of them, as torch tensors.
+
+Opening one imports no torch: the ledgers answer how much is there.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from eyas.shards.codec import CODECS
 from eyas.shards.errors import ShardError
@@ -19,6 +21,10 @@ from eyas.shards.layout import ShardMetadata, check_header, read_header
 from eyas.shards.ledger import SHARDS_FOLDER, LedgerState, Problem, SealedShard, read_ledgers
 from eyas.shards.sample import Sample, parse_sample_ids
 from eyas.shards.validate import check_codec, check_offsets, map_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _OPEN_SHARDS = 16  # kept mapped for random access; opening one again costs its header
 
@@ -55,6 +61,8 @@ class Shard:
 
     def sample(self, n: int, rows: slice | None = None) -> Sample:
         """Sample n (from 0), or a window of its rows (start and stop within it, step 1): only its bytes are read."""
+        import torch
+
         if not 0 <= n < len(self):
             raise IndexError(f"{self.path.name} holds {len(self)} samples, asked for {n}")
         begin, end = self._offsets[n : n + 2].tolist()
@@ -80,11 +88,15 @@ class Shard:
 
     def _narrow(self, name: str, dtype: torch.dtype, begin: int, end: int) -> Tensor:
         """Rows begin:end of the shard's vector ``name``: [end - begin]."""
+        import torch
+
         size = dtype.itemsize
         return torch.from_numpy(self._tensors[name][begin * size : end * size]).view(dtype)
 
     def _wide(self, name: str, n: int, rows: slice) -> Tensor:
         """Rows of sample n: [rows, W] in the dataset's dtype."""
+        import torch
+
         row_bytes = self._identity.wide_tensors[name] * self._identity.itemsize_bytes
         codec = CODECS[self._identity.codec]
         try:

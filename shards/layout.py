@@ -157,20 +157,14 @@ def check_header(path: Path, header: Header, identity: DatasetIdentity) -> Shard
     if not content.startswith(_PREFIX) or content[_DIGITS] != _header_xxh3(content):
         raise ShardError(path, None, "its header does not match its checksum: damaged, or not written by eyas")
     metadata = header.metadata
-    expected = {
-        "format": "eyas",
-        "format_version": str(FORMAT_VERSION),
-        "taps": json.dumps([str(tap) for tap in identity.taps]),
-        "last_hidden": json.dumps(None if identity.last_hidden is None else str(identity.last_hidden)),
-        "dtype": identity.dtype,
-        "codec": identity.codec,
-        "content_hash": content_hash(identity),
-    }
-    for key, value in expected.items():
+    for key, value in _identity_metadata(identity).items():
         if metadata.get(key) != value:
-            raise ShardError(path, None, f"{key} is {metadata.get(key)!r}, and this dataset's is {value!r}")
+            hint = ": another target or tokenizer" if key == "content_hash" else ""
+            raise ShardError(path, None, f"{key} is {metadata.get(key)!r}, and this dataset's is {value!r}{hint}")
     try:
         sample_ids = tuple(json.loads(metadata["sample_ids"]))
+        if not sample_ids or not all(isinstance(name, str) for name in sample_ids):
+            raise ValueError("sample_ids")
         parsed = ShardMetadata(
             sample_ids=sample_ids,
             num_trained_tokens=tuple(json.loads(metadata["num_trained_tokens"])),
@@ -180,7 +174,7 @@ def check_header(path: Path, header: Header, identity: DatasetIdentity) -> Shard
             engine=dict(json.loads(metadata["engine"])),
             seconds=float(metadata["seconds"]),
         )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ShardError(path, None, f"damaged metadata ({error!r})") from error
     specs = tensor_specs(identity, len(sample_ids), parsed.num_tokens)
     if header.tensors.keys() != specs.keys():
@@ -213,19 +207,26 @@ def shard_metadata(
 ) -> dict[str, str]:
     """The metadata of a shard: strings, JSON inside where they hold more than one value."""
     return {
-        "format": "eyas",
-        "format_version": str(FORMAT_VERSION),
-        "content_hash": content_hash(identity),
-        "taps": json.dumps([str(tap) for tap in identity.taps]),
-        "last_hidden": json.dumps(None if identity.last_hidden is None else str(identity.last_hidden)),
-        "dtype": identity.dtype,
-        "codec": identity.codec,
+        **_identity_metadata(identity),
         "sample_ids": json.dumps(list(sample_ids)),
         "num_trained_tokens": json.dumps(list(num_trained_tokens)),
         "xxh3": json.dumps(dict(xxh3)),
         "statistics": json.dumps(dict(statistics)),
         "engine": json.dumps(dict(engine)),
         "seconds": f"{seconds:.3f}",
+    }
+
+
+def _identity_metadata(identity: DatasetIdentity) -> dict[str, str]:
+    # content_hash last: where it alone differs, it is the target or the tokenizer.
+    return {
+        "format": "eyas",
+        "format_version": str(FORMAT_VERSION),
+        "taps": json.dumps([str(tap) for tap in identity.taps]),
+        "last_hidden": json.dumps(None if identity.last_hidden is None else str(identity.last_hidden)),
+        "dtype": identity.dtype,
+        "codec": identity.codec,
+        "content_hash": content_hash(identity),
     }
 
 

@@ -29,7 +29,7 @@ class Codec(Protocol):
         """The bytes of each stored tensor, in pieces, from each sample's rows, uint8 [T_n, row_bytes], C-contiguous."""
 
     def check(self, name: str, tensors: Mapping[str, Bytes], offsets: npt.NDArray[np.int64], row_bytes: int) -> None:
-        """Prove that every sample can be located, without decoding it. Raises ValueError.
+        """Prove that every sample can be located, from the index alone. Raises ValueError.
 
         tensors: the flat bytes of the shard's tensors; offsets: int64 [N+1].
         """
