@@ -63,7 +63,7 @@ def _fc(subject: Subject, draft: Draft) -> list[Finding]:
 def _num_taps(subject: Subject, loading: Loading) -> list[Finding]:
     captured, loader = len(subject.identity.taps), loading.loader
     if loading.num_taps == captured:
-        return []
+        return _skipped_fc(subject, loading)
     if loader.system == "trtllm":
         return []  # its number stands in the serving config, as its ids do
     places = loader.num_taps_places
@@ -83,6 +83,26 @@ def _num_taps(subject: Subject, loading: Loading) -> list[Finding]:
             expected=f"{captured}, as captured",
             consequence="fc.weight of the checkpoint does not fit the model that the engine builds: it does not load",
             mend=mend,
+            source=loader.cite,
+        )
+    ]
+
+
+def _skipped_fc(subject: Subject, loading: Loading) -> list[Finding]:
+    """SGLang applies fc only to inputs that are not as wide as the draft, which a single tap may be."""
+    draft, loader = subject.draft, loading.loader
+    assert draft is not None
+    width = loading.num_taps * draft.config.target_hidden_size
+    if loader.system != "sglang" or width != draft.config.hidden_size:
+        return []
+    return [
+        Finding(
+            check="fc taps",
+            status="mismatch",
+            found=f"{loading.num_taps} tap as wide as the draft: {loader.label} skips fc then",
+            expected="fc applied to it, as in training",
+            consequence="the draft gets the bare tap",
+            mend="capture two taps or more, or serve with vllm, which always applies fc",
             source=loader.cite,
         )
     ]

@@ -8,12 +8,14 @@ from eyas.align.checks.subject import Subject
 from eyas.align.engine import Engine
 from eyas.align.readings import ConfigReading, describe_fragments, grouped, read_config
 from eyas.align.verdict import Finding
+from eyas.taps.conventions.entry import look_up
 from eyas.taps.notation import Tap, format_taps
 
 _FED = (
     "the draft gets other tensors from the engine than it is trained on: it loads and runs without an error, and few "
     "of its tokens are accepted"
 )
+_SWITCH = "eagle_config.use_aux_hidden_state"
 _SERVING = ("sglang", "vllm", "trtllm")
 
 
@@ -27,6 +29,8 @@ def check_taps(subject: Subject) -> list[Finding]:
             Finding(check="taps", status="unknown", found="transformers feeds no draft, so there is nothing to compare")
         ]
     raw = subject.draft.config.raw if subject.draft is not None else {}
+    if engine.system in ("sglang", "vllm") and look_up(raw, _SWITCH) is False:
+        return [_switched_off(engine, captured)]
     readings = read_config(raw, engine, subject.facts)
     if not readings:
         return [
@@ -60,6 +64,18 @@ def check_taps(subject: Subject) -> list[Finding]:
             source=cite,
         )
     ]
+
+
+def _switched_off(engine: Engine, captured: Sequence[Tap]) -> Finding:
+    return Finding(
+        check="taps",
+        status="mismatch",
+        found=f"{_SWITCH} is false",
+        expected=f"{format_taps(captured)}, which were captured",
+        consequence=f"{engine} captures no taps then, and feeds the draft the target's last hidden state alone",
+        mend=f"remove {_SWITCH}, or set it to true",
+        source="sglang 0.5.9 to 0.5.23, srt/model_executor; vllm 0.17.0 to 0.32.0, models/llama_eagle3.py",
+    )
 
 
 def _mend(subject: Subject, engine: Engine) -> str:

@@ -16,6 +16,11 @@ from eyas.align.draft import Draft, DraftConfig
 from eyas.taps.conventions.entry import Versions, label, look_up
 
 Family = Literal["llama", "qwen3", "deepseek"]
+# The vocabulary maps have checks of their own; rotary caches follow from the config, and every engine drops them.
+_NO_LOSS = ("d2t", "t2d", "rotary_emb.", "rotary_pos_emb.")
+# Copies of the target's tensors that a trainer needs and the draft's forward does not: no loss where they are dropped.
+_TRAINERS_OWN = ("verifier_norm.", "verifier_lm_head.")
+
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -89,7 +94,6 @@ class Loading:
     loader: Loader
     num_taps: int  # that fc takes
     flags: Mapping[str, bool]
-    draft_vocab_size: int
     expected: Mapping[str, tuple[int, ...]]  # parameter -> shape
     taken: Mapping[str, str]  # parameter -> the checkpoint's name for it
     unknown: tuple[str, ...]  # tensors that no parameter takes
@@ -114,18 +118,18 @@ def load(loader: Loader, draft: Draft) -> Loading:
         parameter = _parameter(loader, name)
         if parameter in expected:
             taken[parameter] = name
-        elif "t2d" in name or "d2t" in name:
+        elif any(part in name for part in _NO_LOSS):
             continue
-        elif any(part in name for part in loader.dropped) or loader.unknown_tensors == "dropped":
+        elif any(part in name for part in loader.dropped):
             dropped.append(name)
-        else:
+        elif loader.unknown_tensors != "dropped":
             unknown.append(name)
-    vocab = config.draft_vocab_size or config.vocab_size
+        elif not name.startswith(_TRAINERS_OWN):
+            dropped.append(name)
     return Loading(
         loader=loader,
         num_taps=num_taps,
         flags=flags,
-        draft_vocab_size=vocab,
         expected=expected,
         taken=taken,
         unknown=tuple(unknown),

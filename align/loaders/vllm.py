@@ -28,7 +28,7 @@ from eyas.taps.conventions.entry import Versions
 
 _TOP_IDS = "eagle_aux_hidden_state_layer_ids"
 _NESTED_IDS = f"eagle_config.{_TOP_IDS}"
-_DROPPED = (".bias", "rotary_emb.", "rotary_pos_emb.", "mask_hidden")
+_DROPPED = (".bias", "mask_hidden")
 _NORM_BEFORE_FC = Flag(places=("eagle_config.norm_before_fc", "norm_before_fc"))
 
 _OLD_FLAGS = {**TOP, "norm_before_fc": ABSENT, "fc_norm": ABSENT, "norm_output": ABSENT}

@@ -457,6 +457,40 @@ CASES = [
         tensors=lambda: draft_tensors(num_taps=4),
     ),
     Case(
+        "one-tap-in-sglang",
+        "sglang@0.5.23",
+        {"fc taps": ("mismatch", "skips fc")},
+        taps="after:15",
+        config=draft_config(num_aux_hidden_states=1, eagle_config={IDS: [15]}),
+        tensors=lambda: draft_tensors(num_taps=1),
+    ),
+    Case(
+        "taps-switched-off",
+        "vllm@0.32.0",
+        {"taps": ("mismatch", "last hidden state alone")},
+        config=draft_config(eagle_config={"use_aux_hidden_state": False}),
+    ),
+    Case(
+        "caches-and-the-trainers-own",
+        "sglang@0.5.23",
+        {},
+        tensors=lambda: draft_tensors(
+            midlayer__self_attn__rotary_emb__inv_freq=zeros(2), verifier_norm__weight=zeros(H)
+        ),
+    ),
+    Case(
+        "the-trainers-own-in-vllm",
+        "vllm@0.32.0",
+        {"draft tensors refused": ("mismatch", "verifier_norm.weight")},
+        tensors=lambda: draft_tensors(verifier_norm__weight=zeros(H)),
+    ),
+    Case(
+        "quantized-draft",
+        "vllm@0.32.0",
+        {"draft tensors": ("unknown", "quantized")},
+        config=draft_config(quantization_config={"quant_method": "fp8"}),
+    ),
+    Case(
         "fc-of-another-width",
         "sglang@0.5.23",
         {
