@@ -17,3 +17,7 @@ class PreparedError(EyasError):
 
 class CaptureFailed(EyasError):
     """More samples were rejected than the user allows. What was captured is kept."""
+
+
+class ConversationsError(EyasError):
+    """The input of eyas prepare is not there, or is of no known form."""

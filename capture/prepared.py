@@ -205,11 +205,12 @@ def write_prepared(
     revision: str | None = None,
     options: Mapping[str, Any] | None = None,
     counts: Callable[[], Mapping[str, Any]] = dict,
+    max_samples: int | None = None,
 ) -> PreparedSamples:
     """Write ``rows`` as the prepared folder ``out``, in bounded memory, and open it.
 
     Rows with the tokens and mask of an earlier row are one sample and counted. ``counts`` is asked once the rows are
-    exhausted. What an interrupted run left in ``out`` is replaced.
+    exhausted, or ``max_samples`` of them written. What an interrupted run left in ``out`` is replaced.
 
     Raises PreparedError where ``out`` is finished already or holds something else, where another process is writing it,
     or where not a single row is a sample: then nothing is published.
@@ -224,7 +225,7 @@ def write_prepared(
         if (out / PREPARED_FILE).exists():
             raise PreparedError(f"{out} is finished already: give another folder, or remove it (rm -r {out})")
         _clear_unfinished(out)
-        return _write(out, rows, tokenizer, target, revision, options or {}, counts)
+        return _write(out, rows, tokenizer, target, revision, options or {}, counts, max_samples)
     finally:
         os.close(folder)
 
@@ -237,6 +238,7 @@ def _write(
     revision: str | None,
     options: Mapping[str, Any],
     counts: Callable[[], Mapping[str, Any]],
+    max_samples: int | None,
 ) -> PreparedSamples:
     data = out / DATA_FOLDER
     data.mkdir()
@@ -256,6 +258,8 @@ def _write(
             num_tokens += len(row.input_ids)
             num_trained_tokens += int(row.loss_mask.sum())
             files.add(name, row)
+            if len(seen) == max_samples:
+                break
         rejects.flush()
         os.fsync(rejects.fileno())
     body: dict[str, Any] = {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from eyas.capture.engines import ENGINES
 from eyas.cli.main import ARGUMENTS
 from eyas.cli.parameters import Duration, Size, format_bytes
 from eyas.cli.progress import Progress, format_seconds
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 )
 @click.option("--codec", type=click.Choice(["raw", "zstd"]), default="raw", help="zstd is lossless and needs bfloat16.")
 @click.option("--target-statistics/--no-target-statistics", default=True, help="Store target_top1 and target_lse.")
-@click.option("--engine", type=click.Choice(["transformers"]), default="transformers", help="What runs the target.")
+@click.option("--engine", type=click.Choice(ENGINES), default="transformers", help="What runs the target.")
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="auto: cuda if there is one."
 )
@@ -98,6 +99,7 @@ def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline]:
     from eyas.capture.session import CaptureConfig, check_identity_early, check_tokenizer
     from eyas.taps.notation import after, parse_tap
     from eyas.taps.selection import select_taps
+    from eyas.taps.target import TargetFacts
 
     check_world_size(tp=options["tp"], dp=options["dp"])
     prepared = PreparedSamples.open(options["prepared"])
@@ -113,7 +115,10 @@ def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline]:
         revision=revision,
         trust_remote_code=trust_remote_code,
         taps=select_taps(
-            taps=options["taps"], layers=options["layers"], convention=options["convention"], outline=outline
+            TargetFacts.from_config(outline.config.to_dict(), where=target),
+            taps=options["taps"],
+            layers=options["layers"],
+            convention=options["convention"],
         ),
         last_hidden=last_hidden,
         dtype=outline.dtype if options["dtype"] == "auto" else options["dtype"],

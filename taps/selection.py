@@ -15,7 +15,7 @@ from pathlib import Path
 
 from eyas.taps.conventions import SYSTEMS, describe, read_draft_config, readings, resolve
 from eyas.taps.errors import EyasError, UsageError
-from eyas.taps.notation import Tap, default_taps, parse_taps, validate_taps
+from eyas.taps.notation import Tap, default_taps, format_taps, parse_taps, validate_taps
 from eyas.taps.target import TargetFacts
 
 DEFAULT = "default"
@@ -104,6 +104,6 @@ def _bare(option: str, ids: tuple[int, ...], target: TargetFacts) -> str:
     text = ",".join(map(str, ids))
     return (
         f"{option} {text}: a bare layer number means another tensor in every system. For {target}:\n"
-        f"{describe(readings(ids, target))}\n"
+        f"{describe(readings(ids, target), format_taps)}\n"
         f"Say which is meant (--layers {text} --convention SYSTEM[@VERSION]), or name the taps (--taps)."
     )

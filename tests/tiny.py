@@ -63,3 +63,14 @@ def tokenized_rows(
 def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def prepare_rows(out: Path, target: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """`eyas prepare` of already-tokenized rows."""
+    from click.testing import CliRunner
+
+    from eyas.cli.main import main
+
+    source = write_jsonl(out.with_suffix(".jsonl"), rows)
+    result = CliRunner().invoke(main, ["prepare", str(source), str(out), "--target", str(target)])
+    assert result.exit_code == 0, result.output

@@ -1,7 +1,6 @@
-"""The engines that can run a target, by name. Each folder has the same files: ``engine.py`` and what it needs.
+"""The engines that can run a target, by name. Each folder has the same file names and is imported only when used.
 
-An engine's ``engine.py`` has ``outline(target, revision, trust_remote_code)``, ``check(outline, settings)`` and
-``create(settings)``; it is imported only when that engine is used.
+``load.py`` has ``read_outline``; ``engine.py`` has ``check_settings`` and ``create_engine``.
 """
 
 from __future__ import annotations
@@ -12,25 +11,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eyas.capture.engines.base import Engine, EngineSettings, TargetOutline
 
-ENGINES = {"transformers": "eyas.capture.engines.transformers.engine"}
+ENGINES = ("transformers",)
 
 
 def read_outline(engine: str, *, target: str, revision: str | None, trust_remote_code: bool) -> TargetOutline:
     """What the target's configuration says, without loading a weight. Raises TargetError."""
-    outline: TargetOutline = _module(engine).outline(target, revision=revision, trust_remote_code=trust_remote_code)
+    load: Any = import_module(f"{__name__}.{engine}.load")
+    outline: TargetOutline = load.read_outline(target, revision=revision, trust_remote_code=trust_remote_code)
     return outline
 
 
 def check_settings(engine: str, outline: TargetOutline, settings: EngineSettings) -> None:
-    """Refuse settings that this target cannot be run with, before anything loads. Raises TargetError."""
-    _module(engine).check(outline, settings)
+    """Refuse settings that this target cannot be run with, before anything loads. Raises TargetError or TapError."""
+    import_module(f"{__name__}.{engine}.engine").check_settings(outline, settings)
 
 
 def create_engine(engine: str, settings: EngineSettings) -> Engine:
     """The engine, ready to be entered (which loads the target)."""
-    created: Engine = _module(engine).create(settings)
+    created: Engine = import_module(f"{__name__}.{engine}.engine").create_engine(settings)
     return created
-
-
-def _module(engine: str) -> Any:
-    return import_module(ENGINES[engine])

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from packaging.version import InvalidVersion, Version
 
-from eyas.taps.conventions import eagle, hf, modelopt, sglang, speculators, specforge, torchspec, trtllm, vllm
+from eyas.taps.conventions import eagle, hf, modelopt, sglang, specforge, speculators, torchspec, trtllm, vllm
 from eyas.taps.conventions.entry import Entry, System, Versions, label, look_up, of_target, of_version, overlap
 from eyas.taps.conventions.numbering import ConventionError, format_ids
 from eyas.taps.notation import Tap, TapError, format_taps
@@ -37,6 +37,7 @@ class Reading(Generic[T]):
     label: str  # e.g. "sglang 0.5.13 to 0.5.23"
     value: tuple[T, ...] | None
     problem: str = ""
+    rule: str = ""  # in words
 
 
 def resolve(convention: str, ids: Sequence[int], target: TargetFacts) -> tuple[Tap, ...]:
@@ -46,21 +47,21 @@ def resolve(convention: str, ids: Sequence[int], target: TargetFacts) -> tuple[T
     the model, which decides, is not given), or is unknown.
     """
     system, entries = _entries(convention, target)
-    found = [_try(_label(system, e, target), e.rule.taps, ids, target.num_layers) for e in entries]
+    found = [_try(_label(system, e, target), e.rule.says, e.rule.taps, ids, target.num_layers) for e in entries]
     return _agreed(found, f"{convention} ids {format_ids(ids)}, for {target}", format_taps)
 
 
 def ids_for(convention: str, taps: Sequence[Tap], target: TargetFacts) -> tuple[int, ...]:
     """The ids that ``convention`` reads as ``taps``: the inverse of resolve. Raises ConventionError."""
     system, entries = _entries(convention, target)
-    found = [_try(_label(system, e, target), e.rule.ids, taps, target.num_layers) for e in entries]
+    found = [_try(_label(system, e, target), e.rule.says, e.rule.ids, taps, target.num_layers) for e in entries]
     return _agreed(found, f"taps {format_taps(taps)} in {convention}, for {target}", format_ids)
 
 
 def default_taps(convention: str, target: TargetFacts) -> tuple[Tap, ...]:
     """The taps that ``convention`` captures where no ids are configured. Raises ConventionError."""
     system, entries = _entries(convention, target)
-    found = [_try(_label(system, e, target), e.default, target.num_layers) for e in entries]
+    found = [_try(_label(system, e, target), "", e.default, target.num_layers) for e in entries]
     return _agreed(found, f"{convention}'s default, for {target}", format_taps)
 
 
@@ -71,28 +72,29 @@ def readings(ids: Sequence[int], target: TargetFacts) -> list[Reading[Tap]]:
         entries = of_target(system.entries, target)
         if not entries:
             found.append(Reading(label=system.name, value=None, problem="unknown: no source was read for this model"))
-        found += [_try(_label(system, e, target), e.rule.taps, ids, target.num_layers) for e in entries]
+        found += [_try(_label(system, e, target), e.rule.says, e.rule.taps, ids, target.num_layers) for e in entries]
     return found
 
 
-def describe(found: Sequence[Reading[T]], write: Callable[[tuple[T, ...]], str] = format_taps) -> str:
-    """Readings as lines of text, equal ones of a system on one line."""
-    groups: dict[tuple[str, str], list[str]] = {}
+def describe(found: Sequence[Reading[T]], write: Callable[[tuple[T, ...]], str]) -> str:
+    """Readings as lines of text with their rules, equal ones of a system on one line."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for reading in found:
-        text = reading.problem if reading.value is None else write(reading.value)
-        groups.setdefault((reading.label.split()[0], text), []).append(reading.label)
+        text, rule = (reading.problem, "") if reading.value is None else (write(reading.value), reading.rule)
+        groups.setdefault((reading.label.split()[0], text, rule), []).append(reading.label)
     rows = [
-        ("; ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else ""), text)
-        for (_, text), labels in groups.items()
+        ("; ".join(labels[:2]) + (f" and {len(labels) - 2} more" if len(labels) > 2 else ""), text, rule)
+        for (_, text, rule), labels in groups.items()
     ]
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+    name_width = max((len(name) for name, _, _ in rows), default=0)
+    text_width = max((len(text) for _, text, rule in rows if rule), default=0)
+    return "\n".join(f"  {name:<{name_width}}  {text:<{text_width}}  {rule}".rstrip() for name, text, rule in rows)
 
 
 def read_draft_config(
     config: Mapping[str, Any], convention: str, target: TargetFacts, where: str = "config.json"
 ) -> tuple[Tap, ...]:
-    """The taps that ``convention`` feeds a draft with this config: by its own key, or its default where that is missing.
+    """The taps that ``convention`` feeds a draft with this config: by its own key, or its default without one.
 
     Raises ConventionError, naming ``where``, if ids stand in a place that the system does not read, or as resolve does.
     """
@@ -101,12 +103,12 @@ def read_draft_config(
         raise ConventionError(f"{where}: {system.name} reads no draft config; give another --convention")
     version = parse_convention(convention)[1]
     readers = of_version(system.readers, version)
-    stand_in = {place: value for place in PLACES if (value := look_up(config, place)) is not None}
+    standing = {place: value for place in PLACES if (value := look_up(config, place)) is not None}
     found: list[Reading[Tap]] = []
     ignored: set[str | None] = set()
     for reader in readers:
-        own = [p for p in reader.places if p in stand_in and (stand_in[p] or not reader.empty_is_default)]
-        elsewhere = [p for p in stand_in if p not in reader.places and stand_in[p]]
+        own = [p for p in reader.places if p in standing and (standing[p] or not reader.empty_is_default)]
+        elsewhere = [p for p in standing if p not in reader.places and standing[p]]
         ignored.add(elsewhere[0] if elsewhere and not own else None)
         for entry in entries:
             versions = overlap(entry.versions, reader.versions)
@@ -114,11 +116,11 @@ def read_draft_config(
                 continue
             name = label(system.name, versions, reader.variant)
             if own:
-                ids = _ids(stand_in[own[0]], own[0], where)
-                found.append(_try(f"{name}, reads {own[0]}", entry.rule.taps, ids, target.num_layers))
+                ids = _ids(standing[own[0]], own[0], where)
+                found.append(_try(f"{name}, reads {own[0]}", entry.rule.says, entry.rule.taps, ids, target.num_layers))
             else:
                 why = f"ignores {elsewhere[0]}" if elsewhere else "finds no ids"
-                found.append(_try(f"{name}, {why} and takes its default", entry.default, target.num_layers))
+                found.append(_try(f"{name}, {why} and takes its default", "", entry.default, target.num_layers))
     if None not in ignored:
         raise ConventionError(_misplaced(where, sorted(map(str, ignored)), system, found))
     return _agreed(found, f"{where} in {convention}, for {target}", format_taps)
@@ -137,9 +139,9 @@ def parse_convention(text: str) -> tuple[System, Version | None]:
         raise ConventionError(f"--convention {text}: {version!r} is no release, such as 0.5.9") from error
 
 
-def _try(name: str, function: Callable[..., tuple[T, ...]], *arguments: Any) -> Reading[T]:
+def _try(name: str, rule: str, function: Callable[..., tuple[T, ...]], *arguments: Any) -> Reading[T]:
     try:
-        return Reading(label=name, value=function(*arguments))
+        return Reading(label=name, value=function(*arguments), rule=rule)
     except (ConventionError, TapError) as error:
         return Reading(label=name, value=None, problem=str(error))
 
@@ -195,5 +197,5 @@ def _misplaced(where: str, places: Sequence[str], system: System, found: Sequenc
     mend = f"Move the ids there, in {system.name}'s own numbering." if own else "Name the taps with --taps."
     return (
         f"{where}: layer ids stand in {' and '.join(places)}, but {system.name} {reads}. With this config:\n"
-        f"{describe(found)}\n{mend}"
+        f"{describe(found, format_taps)}\n{mend}"
     )

@@ -81,7 +81,7 @@ def of_version(rows: Sequence[T], version: Version | None) -> list[T]:
 
 
 def of_target(entries: Sequence[Entry], target: TargetFacts) -> list[Entry]:
-    """The entries for ``target``: by its class, else by its model types, else the general ones; all if it is unnamed."""
+    """The entries for ``target``: by its class, else its model types, else the general ones; all if it is unnamed."""
     if not target.is_named:
         return list(entries)
     for names in ({target.model_class}, set(target.model_types)):

@@ -22,7 +22,7 @@ class ConventionError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class Numbering:
-    """One way to number boundaries. The ids ``lowest`` to ``L + highest`` name a boundary, ``final`` names ``final``."""
+    """One way to number boundaries: the ids ``lowest`` to ``L + highest`` name one, the ids ``final`` the last norm."""
 
     says: str  # in words, e.g. "k is after:k"
     offset: int  # boundary = id + offset

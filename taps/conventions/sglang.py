@@ -1,13 +1,14 @@
-"""SGLang: each model class has its own ``set_eagle3_layers_to_capture``; most add 1 to an id, then keep inputs of layers.
+"""SGLang: each model class has its own ``set_eagle3_layers_to_capture``; most add 1, then keep inputs of layers.
 
-Read in srt/models/ of 0.5.1, 0.5.2, 0.5.3, 0.5.6, and every release from 0.5.9 to 0.5.23 (0.4.7 has no ids at all):
+Read in srt/models/ of 0.5.1, 0.5.2, 0.5.3, 0.5.6 and every release from 0.5.9 to 0.5.23 but 0.5.10.post1 and
+0.5.15.post1 (0.4.7 takes no ids at all):
 
     llama.py, qwen2.py, qwen3.py, ...     k is after:k; L-1 marks a layer L that is never met, in silence
     qwen2_moe.py, qwen3_moe.py,           k is after:k; L-1 is an IndexError
         qwen3_next.py
     gemma3_causal.py, gemma4_causal.py    k is after:k, L-1 included
     deepseek_v2.py (DeepSeek, Kimi)       to 0.5.12.post1 k is after:k; from 0.5.13 on (PR 25454) only if the first id
-    glm4_moe_lite.py                      is 1, else k is after:k-1 and 0 is embed. So after:0 as first tap cannot be said
+    glm4_moe_lite.py                      is 1, else k is after:k-1 and 0 is embed: after:0 as first tap has no id
     gpt_oss.py                            to 0.5.16 k is after:k; from 0.5.17 on (PR 32334) ids are boundaries (k is
                                           after:k-1) if the largest is L, else k is after:k and -1 is embed
     minimax_m3_vl.py                      k is after:k, and its default too gets the +1: after:2, after:L//2, after:L-3

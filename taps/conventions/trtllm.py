@@ -1,9 +1,9 @@
 """TensorRT-LLM: ids are outputs of layers, kept as a set and sorted; -1 is the final norm's output and goes last.
 
 Read in NVIDIA/TensorRT-LLM, tensorrt_llm/_torch/speculative/eagle3.py (``Eagle3SpecMetadata``: default 1, L//2-1, L-4;
-sorted, a leading -1 moved to the end), save_hidden_state.py beside it and llmapi/llm_args.py (-1 is the post-norm output),
-in several revisions of 2025 and 2026; no release is tied to them. ``Eagle3OneModelSpecMetadata`` sorts
-without moving -1.
+sorted, a leading -1 moved to the end), save_hidden_state.py beside it and llmapi/llm_args.py (-1 is the post-norm
+output), in several revisions of 2025 and 2026; no release is tied to them. ``Eagle3OneModelSpecMetadata`` sorts without
+moving -1.
 """
 
 from eyas.taps.conventions.entry import Entry, Reader, System

@@ -55,7 +55,9 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
     assert parse_tap(str(tap)) == tap
 
 
-@pytest.mark.parametrize("text", ["", "after", "after:", "after:-1", "after:1.0", "After:1", "after: 1", "last", "after:²"])
+@pytest.mark.parametrize(
+    "text", ["", "after", "after:", "after:-1", "after:1.0", "After:1", "after: 1", "last", "after:²"]
+)
 def test_what_is_no_tap(text: str) -> None:
     with pytest.raises(TapError):
         parse_tap(text)

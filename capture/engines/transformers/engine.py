@@ -86,8 +86,7 @@ class TransformersEngine:
         """
         settings = self._settings
         outline = self._outline
-        validate_taps(settings.taps, outline.num_layers)
-        check_tp(outline.config, settings.tp)
+        check_settings(outline, settings)
         device = _pick_device(settings)
         ranks = Ranks(settings.tp, device)
         try:
@@ -428,6 +427,17 @@ class TransformersEngine:
             "batch_tokens": str(settings.batch_tokens),
             "host": platform.node(),
         }
+
+
+def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
+    """Refuse what can be refused from the configuration alone. Raises TargetError or TapError."""
+    validate_taps(settings.taps, outline.num_layers)
+    check_tp(outline.config, settings.tp)
+
+
+def create_engine(settings: EngineSettings) -> TransformersEngine:
+    """The engine that ``settings`` describe."""
+    return TransformersEngine(settings)
 
 
 def _num_rows(lm_head: Any) -> int:
