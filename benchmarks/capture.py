@@ -37,7 +37,14 @@ LLAMA_8B = {
     "max_position_embeddings": 131_072,
     "rope_theta": 500_000.0,
 }
-TINY = {**LLAMA_8B, "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+TINY = {
+    **LLAMA_8B,
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TAPS = (after(1), after(15), after(28))
 GPU_TFLOPS = 790.0  # bf16 matrix products measured on one H200
 
@@ -156,7 +163,7 @@ def main() -> None:
                 shard_bytes=1 << 30,
                 codec_threads=options.codec_threads,
             )
-            plain = time_plain(engine.model, samples, options.batch_tokens)  # type: ignore[attr-defined]
+            plain = time_plain(engine._loaded.model, samples, options.batch_tokens)  # type: ignore[attr-defined]
             plains.append(plain)
             report("plain forward", plain, None)
             started = time.perf_counter()

@@ -51,7 +51,7 @@ def launch_ranks(arguments: Sequence[str], num_ranks: int) -> int:
         for number in previous:
             signal.signal(number, forward)
         for index in range(num_ranks):
-            log = tempfile.TemporaryFile()  # noqa: SIM115 (closed below, once its tail is no longer needed)
+            log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed below, once its tail is no longer needed)
             logs.append(log)
             environment = {
                 "OMP_NUM_THREADS": threads,

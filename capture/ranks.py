@@ -60,9 +60,9 @@ class Ranks:
 
     def __enter__(self) -> Ranks:
         if self.world_size > 1:
-            import torch.distributed as dist
+            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-            self._store = dist.PrefixStore("session", open_store())
+            self._store = PrefixStore("session", open_store())
         return self
 
     def __exit__(

@@ -6,11 +6,9 @@ what is left to do; the others are told.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -183,11 +181,13 @@ def check_identity_early(config: CaptureConfig, prepared: PreparedSamples, outli
 def run_capture(
     config: CaptureConfig,
     *,
+    should_stop: Callable[[], bool],
     on_plan: Callable[[Plan, list[Problem]], None],
     on_progress: Callable[[Tally], None],
 ) -> CaptureSummary:
     """Capture what is left of ``config.prepared`` into ``config.dataset``. Call it on every rank.
 
+    ``should_stop`` is asked between batches; once true, what is complete is sealed and the summary says "signal".
     ``on_plan`` and ``on_progress`` are called on rank 0 only. Raises EyasError subclasses (CaptureFailed when too many
     samples were rejected). What was sealed before a failure stays.
     """
@@ -195,7 +195,7 @@ def run_capture(
     deadline = started + config.max_runtime_seconds if config.max_runtime_seconds is not None else float("inf")
     prepared = PreparedSamples.open(config.prepared)
     follow_parent()
-    with stop_on_signals() as stopping, ExitStack() as stack:
+    with ExitStack() as stack:
         ranks = stack.enter_context(Ranks())
         problems: list[Problem] = []
         if ranks.rank == 0:
@@ -214,7 +214,17 @@ def run_capture(
         def too_many_rejects() -> bool:
             return plan.num_rejected + tally.now().num_rejects > max_rejects
 
-        if plan.num_left and not stopping.is_set():
+        def refuse_too_many_rejects() -> None:
+            if too_many_rejects():
+                raise CaptureFailed(
+                    f"{plan.num_rejected + tally.now().num_rejects} of {plan.num_samples} samples were rejected, more "
+                    f"than --max-rejects {config.max_rejects:g} allows ({max_rejects}); the reasons are in "
+                    f"{config.dataset / REJECTS_FOLDER}. What was captured is kept: mend the cause and run it again "
+                    f"with --retry-rejects, or allow more with --max-rejects."
+                )
+
+        refuse_too_many_rejects()
+        if plan.num_left and not should_stop():
             engine = stack.enter_context(create_engine(config.engine, config.settings))
             identity = _identity(config, prepared, engine.target)
             engine.self_test(_probe(work))
@@ -235,21 +245,15 @@ def run_capture(
                 sink,
                 rank=ranks.rank,
                 tally=tally,
-                should_stop=lambda: stopping.is_set() or time.monotonic() > deadline or too_many_rejects(),
+                should_stop=lambda: should_stop() or time.monotonic() > deadline or too_many_rejects(),
                 on_progress=on_progress if ranks.rank == 0 else None,
             )
         ranks.barrier()
         finished = time.monotonic()
         after = ranks.broadcast(_plan(replace(config, retry_rejects=False), prepared) if ranks.rank == 0 else None)
         total = tally.now()
-        if too_many_rejects():
-            raise CaptureFailed(
-                f"{plan.num_rejected + total.num_rejects} of {plan.num_samples} samples were rejected, more than "
-                f"--max-rejects {config.max_rejects:g} allows ({max_rejects}); the reasons are in "
-                f"{config.dataset / 'rejects'}. What was captured is kept: mend the cause and run it again with "
-                f"--retry-rejects, or allow more with --max-rejects."
-            )
-        reason = "signal" if stopping.is_set() else "max runtime" if finished > deadline else None
+        refuse_too_many_rejects()
+        reason = "signal" if should_stop() else "max runtime" if finished > deadline else None
         if after.num_left and reason is None:
             raise CaptureFailed(
                 f"the engine ended with {after.num_left} samples neither captured nor rejected: run it again; if it "
@@ -269,25 +273,6 @@ def run_capture(
             capture_seconds=finished - capture_started,
             stopped=reason if after.num_left else None,
         )
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """Set the event on SIGTERM or SIGINT, once; a second signal acts as if this were not here."""
-    stopping = threading.Event()
-    previous = {}
-
-    def stop(number: int, _: object) -> None:
-        stopping.set()
-        signal.signal(number, previous[number])
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        previous[number] = signal.signal(number, stop)
-    try:
-        yield stopping
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class _Tally:

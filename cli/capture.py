@@ -12,9 +12,10 @@ import click
 
 from eyas.capture.engines import ENGINES
 from eyas.cli.main import ARGUMENTS
-from eyas.cli.parameters import Duration, Size, format_bytes
+from eyas.cli.parameters import duration, format_bytes, size
 from eyas.cli.progress import Progress, format_seconds
 from eyas.cli.recipe import dry_run_option, print_dry_run
+from eyas.cli.signals import stop_on_signals
 from eyas.taps.errors import EXIT_STOPPED_EARLY
 
 if TYPE_CHECKING:
@@ -48,11 +49,11 @@ if TYPE_CHECKING:
 @click.option("--tp", type=click.IntRange(1), default=1, help="Processes (GPUs) that share one copy of the target.")
 @click.option("--dp", type=click.IntRange(1), default=1, help="Independent groups, each with its own copy.")
 @click.option("--batch-tokens", type=click.IntRange(1), default=16384, help="Tokens in one forward pass, at most.")
-@click.option("--shard-size", type=Size(), default="1GiB", help="About the size of a shard.")
+@click.option("--shard-size", type=size, default="1GiB", help="About the size of a shard.")
 @click.option("--codec-threads", type=click.IntRange(1), default=4, help="Threads that compress, per process.")
 @click.option("--worker", help="The name shards start with; default: this host's.")
 @click.option("--max-samples", type=click.IntRange(1), help="Capture only the first so many prepared samples.")
-@click.option("--max-runtime", type=Duration(), help="Seal and exit 75 after this time, e.g. 11h30m.")
+@click.option("--max-runtime", type=duration, help="Seal and exit 75 after this time, e.g. 11h30m.")
 @click.option("--max-rejects", type=click.FloatRange(0, 1), default=0.01, help="Share of samples that may fail.")
 @click.option("--retry-rejects", is_flag=True, help="Try the samples again that were rejected before.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -78,8 +79,8 @@ def command(**options: Any) -> None:
         return
     if tp * dp > 1 and not is_launched():
         raise SystemExit(launch_ranks(click.get_current_context().meta[ARGUMENTS], tp * dp))
-    with _Display() as display:
-        summary = run_capture(config, on_plan=display.plan, on_progress=display.progress)
+    with stop_on_signals() as stopping, _Display() as display:
+        summary = run_capture(config, should_stop=stopping.is_set, on_plan=display.plan, on_progress=display.progress)
     if summary.rank == 0:
         if options["as_json"]:
             click.echo(json.dumps(asdict(summary)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import click
 
@@ -12,33 +11,21 @@ _SIZES = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-class Size(click.ParamType):
+def size(value: str | int) -> int:
     """``1GiB``, ``500MB`` or a number of bytes, as bytes."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)", str(value).strip())
-        size = int(float(match[1]) * _SIZES[match[2]]) if match else 0
-        if size < 1:
-            self.fail(f"{value!r}: expected a size such as 1GiB, 500MB or a number of bytes", param, ctx)
-        return size
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)", str(value).strip())
+    num_bytes = int(float(match[1]) * _SIZES[match[2]]) if match else 0
+    if num_bytes < 1:
+        raise click.BadParameter(f"{value!r}: expected a size such as 1GiB, 500MB or a number of bytes")
+    return num_bytes
 
 
-class Duration(click.ParamType):
+def duration(value: str | float) -> float:
     """``90s``, ``30m``, ``12h``, ``2d``, ``1h30m`` or a number of seconds, as seconds."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, int | float):
-            return float(value)
-        text = str(value).strip()
-        if not re.fullmatch(r"(\d+(\.\d+)?[smhd])+|\d+(\.\d+)?", text):
-            self.fail(f"{value!r}: expected a duration such as 90s, 30m, 12h, 1h30m or a number of seconds", param, ctx)
-        return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)([smhd]?)", text))
+    text = str(value).strip()
+    if not re.fullmatch(r"(\d+(\.\d+)?[smhd])+|\d+(\.\d+)?", text):
+        raise click.BadParameter(f"{value!r}: expected a duration such as 90s, 30m, 12h, 1h30m or a number of seconds")
+    return sum(float(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)([smhd]?)", text))
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -18,6 +18,8 @@ from eyas.taps.errors import EXIT_STOPPED_EARLY
 if TYPE_CHECKING:
     from eyas.capture.conversations.prepare import Prepared
 
+MOST_WORKERS = 16  # unless asked for: each holds a tokenizer and the libraries around it, about half a GiB
+
 
 @click.command(name="prepare", short_help="Turn conversations into tokens and loss masks.")
 @click.argument("conversations")
@@ -36,7 +38,11 @@ if TYPE_CHECKING:
 )
 @click.option("--min-trained-tokens", type=click.IntRange(1), default=1, help="Skip samples with fewer trained tokens.")
 @click.option("--max-samples", type=click.IntRange(1), help="Stop after so many samples.")
-@click.option("--workers", type=click.IntRange(1), help="Processes that render and encode (default: one a core).")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help=f"Processes that render and encode (default: one a core, at most {MOST_WORKERS}).",
+)
 @click.option("--strict", is_flag=True, help="Exit 1 if any row was malformed (all others are prepared all the same).")
 @click.option("--show", type=click.IntRange(0), default=0, help="Print so many samples, trained tokens highlighted.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -71,13 +77,13 @@ def command(**options: Any) -> None:
             for name in ("last_turn_only", "max_tokens", "overlong", "min_trained_tokens", "max_samples")
         }
     )
-    workers = options["workers"] or len(os.sched_getaffinity(0))
+    workers = options["workers"] or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     reader = Reader(options["conversations"], options["split"])
     if options["dry_run"]:
         size = "unknown" if reader.total is None else f"{reader.total:,} {reader.unit}"
         print_dry_run({"input": size, "processes": workers, "writes": f"{out}/"})
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Progress("prepare", reader.total, reader.unit) as progress:
             prepared = prepare(
@@ -86,6 +92,8 @@ def command(**options: Any) -> None:
     except KeyboardInterrupt:
         click.echo(f"eyas: stopped before {out} was finished; run the same command again", err=True)
         raise SystemExit(EXIT_STOPPED_EARLY) from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     _report(prepared, out, as_json=options["as_json"])
     if options["show"]:
         loaded = load_tokenizer(tokenizer.target, tokenizer.revision, tokenizer.trust_remote_code)
@@ -116,6 +124,8 @@ def _report(prepared: Prepared, out: Path, *, as_json: bool) -> None:
     for label, number in facts:
         if number:
             click.echo(f"  {number:>9,}  {label}", err=as_json)
+    for message in counts["cut_off"]:
+        click.echo(f"eyas: {message}", err=True)
     if faults:
         click.echo(f"eyas: each rejected row and its reason: {out / 'rejects.jsonl'}", err=True)
 

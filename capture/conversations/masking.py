@@ -8,8 +8,8 @@ An answer is trained where three things hold, and left out and counted where one
    generated that text in that place.
 2. The text there is the message's own. What the template puts before it (an empty thinking block, a channel's header)
    is not; white space is, and so is the markup around the message's own thinking and tool calls.
-3. Tokens keep the borders: the whole text has the tokens of its pieces, cut at the borders. Where a token lies across
-   a border all the same, it is not trained.
+3. The tokens between the answer's borders are proven to be those of the text between them (borders.py). A token that
+   lies across a border is not trained.
 
 The end token is trained with its answer, the newline that templates put behind it is not. An answer that was cut off
 has none: its sample ends where it was cut.
@@ -19,22 +19,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from eyas.capture.conversations.borders import encode_with_borders, num_same
 from eyas.capture.conversations.normalise import Conversation, RowError
 from eyas.capture.conversations.template import THINKING_SWITCHES, ChatTemplate
 
 _EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
 _WHITE = re.compile(r"\s*")
 _THINKING_TAG = re.compile(r"</?think>")
-
-Encode = Callable[[list[str]], list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +57,11 @@ class _Region:
 
 @dataclass(frozen=True, kw_only=True)
 class _OwnText:
-    """The message's own text within a rendering."""
+    """The message's own text within a rendering, with the markup of its thinking and tool calls."""
 
     start: int
     end: int
-    markup_before: bool  # what stands before start is markup of its thinking or tool calls
+    begins_with_markup: bool  # so that where it begins is known only if the region's start is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +106,12 @@ def mask_conversation(template: ChatTemplate, conversation: Conversation, *, las
         notes["answers_trained"] += 1
         answers.append(answer)
     borders = sorted({border for answer in answers for border in (answer.start, answer.end)})
-    ids, before, after = _encode_with_borders(template.encode, text, borders)
-    mask = np.zeros(len(ids), np.uint8)  # [T]
+    encoded = encode_with_borders(template.tokenizer, text, borders)
+    mask = np.zeros(len(encoded.ids), np.uint8)  # [T]
     for answer in answers:
-        mask[after[answer.start] : before[answer.end]] = 1
-    notes["tokens_across_borders"] += sum(after[border] - before[border] for border in borders)
-    return Masked(input_ids=np.asarray(ids, np.int32), loss_mask=mask, notes=+notes)
+        mask[encoded.after[answer.start] : encoded.before[answer.end]] = 1
+    notes["tokens_across_borders"] += sum(encoded.after[border] - encoded.before[border] for border in borders)
+    return Masked(input_ids=np.asarray(encoded.ids, np.int32), loss_mask=mask, notes=+notes)
 
 
 def _find_answer(
@@ -134,11 +132,10 @@ def _find_answer(
     own = _own_text(message, region, template.end_texts)
     if own is None or own.end > region.agreed:
         raise _NotCertain("answers_rewritten")
+    if own.begins_with_markup and not region.prompt_known:
+        raise _NotCertain("answers_after_another_prompt")
     start = region.start
-    if own.markup_before:
-        if not region.prompt_known:
-            raise _NotCertain("answers_rewritten")
-    elif text[start : own.start].strip():
+    if text[start : own.start].strip():
         notes["answers_after_text_of_the_template"] += 1
         start = own.start
     if any(token in text[start : own.end] for token in template.end_texts):
@@ -176,7 +173,7 @@ def _region(
         rendering = template.render(conversation.messages[: position + 1], conversation.tools)
     except RowError as error:
         raise _NotCertain("answers_rewritten") from error
-    agreed = len(rendering) if text.startswith(rendering) else _num_same(text, rendering)
+    agreed = len(rendering) if text.startswith(rendering) else num_same(text, rendering)
     return _Region(start=prompt, rendering=rendering, end=len(rendering), agreed=agreed, prompt_known=True)
 
 
@@ -204,19 +201,19 @@ def _own_text(message: dict[str, Any], region: _Region, end_texts: Sequence[str]
         names = [word for call in message["tool_calls"] for word in _words_of(call)]
         if not all(_squeeze(word)[0] in squeezed for word in (reasoning, content, *names)):
             return None
-        return _OwnText(start=markup_start, end=end, markup_before=True)
+        return _OwnText(start=markup_start, end=end, begins_with_markup=True)
     last = content if content.strip() else reasoning
     found = _ending(last, rendering, end) or _only(last, rendering, start, region.end)
     if found is None:
         return None
     own_start, own_end = max(found[0], start), found[1]
     own_end += _common_white(last, rendering, own_end, region.end)
-    if last is not content or not reasoning.strip():
-        return _OwnText(start=own_start, end=own_end, markup_before=last is not content)
-    between, _ = _squeeze(_THINKING_TAG.sub("", rendering[start:own_start]))
-    if _squeeze(reasoning)[0] not in between:
+    if not reasoning.strip():
+        return _OwnText(start=own_start, end=own_end, begins_with_markup=False)
+    thinking, _ = _squeeze(_THINKING_TAG.sub("", rendering[start:own_end]))
+    if _squeeze(reasoning)[0] not in thinking:
         return None
-    return _OwnText(start=own_start, end=own_end, markup_before=True)
+    return _OwnText(start=start, end=own_end, begins_with_markup=True)
 
 
 def _without_tail(rendering: str, start: int, end: int, end_texts: Sequence[str]) -> int:
@@ -254,7 +251,7 @@ def _only(own: str, rendering: str, start: int, end: int) -> tuple[int, int] | N
 
 def _common_white(own: str, rendering: str, at: int, end: int) -> int:
     """How many of ``own``'s closing white space characters the rendering kept at ``at``."""
-    return _num_same(own[len(own.rstrip()) :], rendering[at:end])
+    return num_same(own[len(own.rstrip()) :], rendering[at:end])
 
 
 def _squeeze(text: str) -> tuple[str, list[int]]:
@@ -270,34 +267,3 @@ def _words_of(call: dict[str, Any]) -> list[str]:
 def _tool_name(tool: dict[str, Any]) -> str:
     function = tool.get("function", tool)
     return str(function.get("name", "")) if isinstance(function, dict) else ""
-
-
-def _encode_with_borders(
-    encode: Encode, text: str, borders: list[int]
-) -> tuple[list[int], dict[int, int], dict[int, int]]:
-    """Token ids of ``text``, and for each border (a position in it) the number of tokens that end before it and the
-    first token that begins behind it: the same number, unless a token lies across.
-    """
-    cuts = [0, *borders, len(text)]
-    pieces = [text[start:end] for start, end in pairwise(cuts)]
-    whole, *encoded = encode([text, *pieces])
-    if [token for piece in encoded for token in piece] == whole:
-        counts = list(accumulate(len(piece) for piece in encoded))
-        clean = dict(zip(borders, counts, strict=False))
-        return whole, clean, clean
-    # Some tokenizers treat the beginning of a text apart (SentencePiece's space), and some tokens lie across borders.
-    before: dict[int, int] = {}
-    after: dict[int, int] = {}
-    for border in borders:
-        (beginning,) = encode([text[:border]])
-        same = _num_same(beginning, whole)
-        before[border] = after[border] = same
-        if same < len(beginning):
-            (ending,) = encode([text[border:]])
-            after[border] = max(same, len(whole) - _num_same(ending[::-1], whole[::-1]))
-    return whole, before, after
-
-
-def _num_same(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of the common beginning."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

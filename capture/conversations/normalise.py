@@ -202,6 +202,7 @@ def _content(content: Any, where: str) -> str | None:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None
+        kind = kind if isinstance(kind, str) else None
         if kind in MEDIA:
             raise RowError("multimodal", f"{where}: holds {_article(MEDIA[kind])} ({kind}); eyas takes text only")
         if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from eyas.capture.conversations.masking import mask_conversation
 from eyas.capture.conversations.normalise import RowError, TokenRow, normalise
-from eyas.capture.conversations.reading import RawRow, Reader
+from eyas.capture.conversations.reading import CUT_OFF, RawRow, Reader
 from eyas.capture.conversations.template import ChatTemplate, read_stop_ids
 from eyas.capture.errors import PreparedError, TargetError
 from eyas.capture.prepared import PreparedRow, PreparedSamples, RejectedRow, read_prepared_json, write_prepared
@@ -48,6 +48,7 @@ NOTES = {
     "unanswered_messages_dropped": "conversations that end with an unanswered message: it is left out",
     "tools_not_in_template": "conversations whose tools the template does not show to the target",
     "tokens_across_borders": "tokens that lie across the border of an answer: not trained",
+    "prompts_with_date": "conversations into which the template writes today's date: another day gives other samples",
     "truncated": "samples truncated to --max-tokens",
 }
 
@@ -118,7 +119,7 @@ class RowPreparer:
             row = self._prepare(body, raw.source, notes)
         except RowError as error:
             row = RejectedRow(source=raw.source, kind=error.kind, reason=error.reason, row_id=row_id)
-        return Outcome(row=row, notes=notes, amount=raw.amount)
+        return Outcome(row=row, notes=+notes, amount=raw.amount)
 
     def _prepare(self, body: Any, source: str, notes: Counter[str]) -> PreparedRow | RejectedRow:
         conversation = normalise(body)
@@ -140,6 +141,7 @@ class RowPreparer:
             notes.update(conversation.notes)
             masked = mask_conversation(self.template, conversation, last_turn_only=self.options.last_turn_only)
             notes.update(masked.notes)
+            notes["prompts_with_date"] += int(self.template.writes_date)
             input_ids, loss_mask = masked.input_ids, masked.loss_mask
         limit = self.options.max_tokens
         if limit is not None and len(input_ids) > limit:
@@ -190,7 +192,7 @@ def prepare(
     """
     preparer = RowPreparer(tokenizer, options)
     identity = tokenizer_identity(tokenizer.target, preparer.tokenizer, tokenizer.revision)
-    recorded = {**asdict(options), "conversations": reader.name, "input": reader.fingerprint}
+    recorded = {**asdict(options), "conversations": reader.name, "split": reader.split, "input": reader.fingerprint}
     if (found := read_prepared_json(out)) is not None:
         _same_or_refuse(out, found, recorded, identity)
         return Prepared(samples=PreparedSamples.open(out), was_done=True)
@@ -272,6 +274,7 @@ class _Tally:
         self._rejected: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()
         self._notes: Counter[str] = Counter()
+        self._cut_off: list[str] = []
 
     def count(self, outcomes: Iterator[Outcome], on_progress: OnProgress) -> Iterator[PreparedRow | RejectedRow]:
         started = time.monotonic()
@@ -283,6 +286,8 @@ class _Tally:
                 self._num_tokens += len(row.input_ids)
             else:
                 (self._skipped if row.kind in SKIPPED else self._rejected)[row.kind] += 1
+                if row.kind == CUT_OFF:
+                    self._cut_off.append(f"{row.source}: {row.reason}")
             rate = self._num_tokens / max(time.monotonic() - started, 1e-9)
             on_progress(outcome.amount, f"{self._num_rows:,} rows, {rate:,.0f} tokens/s")
             yield row
@@ -294,6 +299,7 @@ class _Tally:
             "rejected": dict(sorted(self._rejected.items())),
             "num_skipped": self._skipped.total(),
             "skipped": dict(sorted(self._skipped.items())),
+            "cut_off": self._cut_off,
             "notes": dict(sorted(self._notes.items())),
         }
 

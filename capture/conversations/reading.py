@@ -24,8 +24,10 @@ from typing import IO, Any, cast
 
 from eyas.capture.errors import ConversationsError
 from eyas.capture.prepared import RejectedRow
+from eyas.taps.errors import UsageError
 
 STDIN = "-"
+CUT_OFF = "cut off"  # kind of the reject that stands for all that could not be read behind it
 ARROW_ROWS = 256  # rows taken out of Parquet and Arrow files at a time
 _DATA_FILE = re.compile(r"\.(jsonl|ndjson|parquet)(\.gz)?$")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -50,18 +52,20 @@ class Reader:
     def __init__(self, conversations: str, split: str | None = None) -> None:
         """Raises ConversationsError where there is nothing to read."""
         self.name = conversations
+        self.split = split
         self.total: int | None = None
         self.unit = "rows"
         self.fingerprint: dict[str, Any] | None = None
         path = Path(conversations)
         if conversations == STDIN:
+            _no_splits(conversations, split)
             self._rows = _json_lines("stdin", sys.stdin.buffer, None)
         elif path.is_dir():
             self._open_folder(path, split)
         elif path.exists():
             self._open_files([path], split)
         elif _HUB_NAME.fullmatch(conversations) and not _DATA_FILE.search(conversations):
-            self.fingerprint = {"hub": conversations, "split": split}
+            self.fingerprint = {"hub": conversations}
             self._rows = _hub(conversations, split)
         else:
             raise ConversationsError(
@@ -88,8 +92,7 @@ class Reader:
         self._open_files(files, split)
 
     def _open_files(self, files: list[Path], split: str | None) -> None:
-        if split is not None:
-            raise ConversationsError(f"--split {split}: {self.name} has no splits; leave the option out")
+        _no_splits(self.name, split)
         self._measure(files)
         self._rows = (row for file in files for row in _file(file))
 
@@ -148,7 +151,7 @@ def _json_lines(name: str, file: IO[bytes], raw: IO[bytes] | None) -> Iterator[R
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             yield RejectedRow(
                 source=f"{name}:{number}",
-                kind="cut off",
+                kind=CUT_OFF,
                 reason=f"the compressed file is cut off or damaged here ({error}); the {number - 1} lines before it "
                 "were read",
             )
@@ -175,7 +178,7 @@ def _json_array(name: str, file: IO[bytes], raw: IO[bytes]) -> Iterator[RawRow |
         what = " ".join(str(error).split())
         yield RejectedRow(
             source=f"{name}[{count}]",
-            kind="cut off",
+            kind=CUT_OFF,
             reason=f"the JSON array is cut off or broken within element {count} ({what}); the {count} whole elements "
             "before it were read, nothing after it can be",
         )
@@ -198,16 +201,20 @@ def _parquet(name: str, path: Path) -> Iterator[RawRow | RejectedRow]:
             raise ConversationsError(f"{name}: no readable Parquet file ({error})") from error
         yield RejectedRow(
             source=f"{name}[{count}]",
-            kind="cut off",
+            kind=CUT_OFF,
             reason=f"the Parquet file is damaged here ({error}); the {count} rows before it were read",
         )
+
+
+def _no_splits(name: str, split: str | None) -> None:
+    if split is not None:
+        raise UsageError(f"--split {split}: {name} has no splits to choose from; leave the option out")
 
 
 def _split_folder(path: Path, split: str | None) -> Path:
     """The folder of one split of a dataset saved by `datasets`."""
     if (path / "state.json").exists():
-        if split is not None:
-            raise ConversationsError(f"--split {split}: {path} is one split already; leave the option out")
+        _no_splits(str(path), split)
         return path
     splits: list[str] = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
     if split is None and len(splits) == 1:

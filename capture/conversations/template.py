@@ -23,11 +23,11 @@ _PROBE = ("eyas-probe-question", "eyas-probe-answer")
 
 
 class ChatTemplate:
-    """Renders conversations, says where the template itself marks answers, and encodes text."""
+    """Renders conversations and says where the template itself marks answers."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
         """``stop_ids``: token ids that end an answer, by the target's generation_config.json."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._stop_ids = stop_ids
 
     def render(
@@ -40,7 +40,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **switches
             )
         # Templates are programs: on messages they were not made for they fail like any other.
@@ -69,16 +69,9 @@ class ChatTemplate:
             tools=tools,
             chat_template=template,
             return_assistant_tokens_mask=True,
-            **self._tokenizer.special_tokens_map,
+            **self.tokenizer.special_tokens_map,
         )
         return [(start, end) for start, end in spans] if rendered == text else None
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without any special token added: the template writes those."""
-        ids: list[list[int]] = self._tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )["input_ids"]
-        return ids
 
     @cached_property
     def writes_date(self) -> bool:
@@ -92,8 +85,8 @@ class ChatTemplate:
         The tokenizer's and the generation config's end tokens, and the special token that the template itself puts
         behind an answer (a ChatML template on a base model's tokenizer, whose end token is another).
         """
-        ids = {*self._stop_ids, self._tokenizer.eos_token_id} - {None}
-        texts = {self._tokenizer.decode([end], skip_special_tokens=False) for end in ids}
+        ids = {*self._stop_ids, self.tokenizer.eos_token_id} - {None}
+        texts = {self.tokenizer.decode([end], skip_special_tokens=False) for end in ids}
         texts.add(self._probe_end())
         return tuple(sorted((text for text in texts if text.strip()), key=len, reverse=True))
 
@@ -104,13 +97,13 @@ class ChatTemplate:
         except RowError:
             return ""
         _, found, tail = text.rpartition(answer)
-        added = [*self._tokenizer.get_added_vocab(), *self._tokenizer.all_special_tokens]
+        added = [*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens]
         behind = [token for token in added if found and token.strip() and tail.lstrip().startswith(token)]
         return max(behind, key=len, default="")
 
     def _template(self, tools: Sequence[dict[str, Any]] | None) -> str | None:
         try:
-            template: str = self._tokenizer.get_chat_template(tools=tools)
+            template: str = self.tokenizer.get_chat_template(tools=tools)
         except ValueError:  # none at all
             return None
         return template

@@ -45,7 +45,7 @@ def capture_command(folder: Path, dataset: str, *options: object) -> list[str]:
     return eyas(
         "capture", folder / "prepared", folder / dataset, "--target", folder / "target",
         "--taps", "embed,after:2,final",
-        "--worker", "killed", "--shard-size", "8KiB", *options,
+        "--worker", "killed", "--shard-size", "32KiB", *options,
     )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def compare(reference: Path, killed: Path, *, exact: bool) -> tuple[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--samples", type=int, default=30000)
+    parser.add_argument("--samples", type=int, default=8000)
     parser.add_argument("--early", type=float, default=0.15, help="share of kills before the first temporary shard")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -197,7 +197,8 @@ def test_several_processes_capture_what_one_does(inputs: Path, tmp_path: Path, p
     # Sealing half of it first: the other processes go on where one has stopped.
     assert capture(inputs, tmp_path / "many", "--taps", "embed,after:3,final", "--max-samples", 10).exit_code == 0
     command = [sys.executable, "-m", "eyas.cli.main", "capture", inputs / "prepared", tmp_path / "many",
-               "--target", inputs / "target", "--taps", "embed,after:3,final", "--worker", "w", *processes]  # fmt: skip
+               "--target", inputs / "target", "--taps", "embed,after:3,final", "--worker", "w",
+               "--batch-tokens", "64", *processes]  # fmt: skip
     run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "60 of 60 samples done" in run.stdout

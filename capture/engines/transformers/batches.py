@@ -19,9 +19,6 @@ from eyas.shards.sample import TokenSample
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Any id does: nothing sees the padding. 0 exists in every vocabulary.
-PADDING_ID = 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -29,18 +26,6 @@ class Batch:
 
     rows: npt.NDArray[np.int64]  # [B]
     lengths: npt.NDArray[np.int64]  # [B], descending
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lengths.sum())
-
-    def halves(self) -> tuple[Batch, Batch]:
-        """Two batches of half the rows each. Only for more than one row."""
-        middle = len(self.rows) // 2
-        return (
-            Batch(rows=self.rows[:middle], lengths=self.lengths[:middle]),
-            Batch(rows=self.rows[middle:], lengths=self.lengths[middle:]),
-        )
 
 
 def plan_batches(
@@ -93,12 +78,17 @@ def length_boundary(text_config: Any) -> int | None:
 
 
 def pad(samples: Sequence[TokenSample]) -> Tensor:
-    """The samples' ids padded on the right to the longest: int64 [B, T], on the CPU."""
+    """The samples' ids padded on the right to the longest: int64 [B, T], on the CPU.
+
+    With a sample's own last id: any would do in exact arithmetic, but attention multiplies values that it masks by 0,
+    and an id that the target gives NaN or Inf for would turn the whole sample into NaN.
+    """
     import torch
 
-    padded = np.full((len(samples), max(sample.num_tokens for sample in samples)), PADDING_ID, dtype=np.int64)
+    padded = np.empty((len(samples), max(sample.num_tokens for sample in samples)), dtype=np.int64)
     for n, sample in enumerate(samples):
         padded[n, : sample.num_tokens] = sample.input_ids
+        padded[n, sample.num_tokens :] = sample.input_ids[-1]
     return torch.from_numpy(padded)
 
 

@@ -37,22 +37,23 @@ from eyas.capture.engines.transformers.load import (
     read_outline,
     text_config,
 )
-from eyas.capture.engines.transformers.locate import TextStack, last_hidden_state, locate
+from eyas.capture.engines.transformers.locate import TextStack, last_hidden_state, locate, probe_ids
 from eyas.capture.engines.transformers.parallel import Ranks, check_tp
 from eyas.capture.engines.transformers.pump import CapturedBatch, Pump
 from eyas.capture.engines.transformers.statistics import TOLERANCES, Head, find_head, predicting_rows
 from eyas.capture.errors import SelfTestError, TargetError
 from eyas.shards.identity import TargetIdentity
 from eyas.shards.sample import TokenSample
-from eyas.taps.notation import Tap, validate_taps
+from eyas.taps.errors import EyasError
+from eyas.taps.match import match_taps
+from eyas.taps.notation import FINAL, Tap, after, all_taps, validate_taps
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Per-token relative L2, median over the tokens, between what is captured (batched, padded, from the text model alone)
-# and transformers' own hidden_states (each sample alone, from the whole model). A median, since rounding may send a
-# token of a mixture to another expert.
+# Per-token relative L2, median over the tokens (taps/match.py), between what is captured (batched, padded, from the
+# text model alone) and transformers' own hidden_states (each sample alone, from the whole model).
 TAP_TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 SELF_TEST_SAMPLES = 4
 SELF_TEST_TOKENS = 512  # of each sample
@@ -163,28 +164,21 @@ class TransformersEngine:
         with target statistics our logits must be the target's own. Raises SelfTestError.
         """
         running, settings = self._loaded, self._settings
-        samples = [_head(sample, SELF_TEST_TOKENS) for sample in probe[:SELF_TEST_SAMPLES] if sample.num_tokens > 1]
-        if not samples:
-            raise SelfTestError("the self-test needs a sample of at least two tokens")
-        if settings.target_statistics and not running.head_error <= TOLERANCES[settings.dtype]:
-            raise SelfTestError(
-                f"target statistics: the logits of {type(running.model).__name__} are not "
-                f"softcap(scale * lm_head(final)) in any way eyas knows (relative error {running.head_error:.2g}, "
-                f"allowed {TOLERANCES[settings.dtype]:g}): capture without them, with --no-target-statistics"
-            )
+        samples = self._usable_probe(probe)
         batch = self._forward(samples, range(len(samples)))
         columns = [(tap, batch.features[:, a]) for a, tap in enumerate(settings.taps)]  # each [N, H]
         if settings.last_hidden is not None and batch.last_hidden is not None:
             columns.append((settings.last_hidden, batch.last_hidden))
         self._check_ranks_agree(columns)
         reference = self._own_hidden_states(samples)  # L + 1 of [N, H]
-        if not reference[-1].isfinite().all(-1).any():
-            raise SelfTestError(
-                f"every token of the probe has NaN or Inf in the target's own hidden states with --dtype "
-                f"{settings.dtype}: are its weights whole? float16 overflows on many targets, bfloat16 does not"
-            )
         for tap, captured in columns:
             self._check_tap(tap, captured, reference)
+        if settings.target_statistics and not running.head_error <= TOLERANCES[settings.dtype]:
+            raise SelfTestError(
+                f"target statistics: the logits of {type(running.model).__name__} are not "
+                f"softcap(scale * lm_head(final)) in any way eyas knows (relative error {running.head_error:.2g}, "
+                f"allowed {TOLERANCES[settings.dtype]:g}): capture without them, with --no-target-statistics"
+            )
 
     def capture(self, work: Work, sink: Sink, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """Capture ``work`` (see Engine.capture). Forwarded counts the samples that this rank writes."""
@@ -227,32 +221,28 @@ class TransformersEngine:
     def _capture_batch(self, work: Work, batch: Batch, written: Any, pump: Pump) -> Iterator[Event]:
         """Run one batch and hand what this rank writes of it to ``pump``; in halves where it fails as a whole."""
         ranks = self._loaded.ranks
-        waiting = [batch]
+        samples = []
+        for row in batch.rows:
+            sample = work.source[int(row)]
+            if reason := self._refusal(sample):
+                if ranks.rank_in_group == 0:
+                    yield Rejected(sample_id=sample.sample_id, reason=reason)
+            else:
+                samples.append(sample)
+        waiting = [samples] if samples else []
         while waiting:
             part = waiting.pop()
-            samples = []
-            for row in part.rows:
-                sample = work.source[int(row)]
-                if reason := self._refusal(sample):
-                    if ranks.rank_in_group == 0:
-                        yield Rejected(sample_id=sample.sample_id, reason=reason)
-                else:
-                    samples.append(sample)
-            if not samples:
-                continue
-            own = _share(samples, written)[ranks.rank_in_group]
-            captured, failure = self._try_forward(samples, own)
-            if captured is not None:
-                if captured.samples:
-                    pump.put(captured)
-                    yield Forwarded(
-                        num_samples=len(captured.samples),
-                        num_tokens=sum(sample.num_tokens for sample in captured.samples),
-                    )
-            elif len(part.rows) > 1:
-                waiting.extend(part.halves())
-            else:
-                yield Rejected(sample_id=samples[0].sample_id, reason=failure)
+            captured, failure = self._try_forward(part, _share(part, written)[ranks.rank_in_group])
+            if captured is None and len(part) > 1:
+                waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
+            elif captured is None:
+                yield Rejected(sample_id=part[0].sample_id, reason=failure)
+            elif captured.samples:
+                pump.put(captured)
+                yield Forwarded(
+                    num_samples=len(captured.samples),
+                    num_tokens=sum(sample.num_tokens for sample in captured.samples),
+                )
 
     def _refusal(self, sample: TokenSample) -> str | None:
         """Why a sample must not go through the target. On CUDA an id out of range would end the process."""
@@ -282,13 +272,14 @@ class TransformersEngine:
                     f"use a smaller --batch-tokens than {settings.batch_tokens}, or a larger --tp than {settings.tp}"
                 ) from error
             failure = f"out of memory on {running.device}, alone in its batch, with {samples[0].num_tokens} tokens"
-        except torch.AcceleratorError:
-            raise  # the device's context is lost: every later forward would fail as well
+        except (torch.AcceleratorError, EyasError):
+            raise  # the device's context is lost, or no sample is to blame
         except (RuntimeError, ValueError, IndexError) as error:
             if settings.tp > 1:
                 raise
-            failure = f"the target's forward failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            failure = f"the target's forward failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         # Outside of the except clause, where the error's frames no longer hold the batch's memory.
+        running.hooks.expect(None, ())
         if running.device.type == "cuda":
             torch.cuda.empty_cache()
         return None, failure
@@ -382,19 +373,24 @@ class TransformersEngine:
         import torch
 
         num_layers = self._outline.num_layers
-        tolerance = TAP_TOLERANCES[self._settings.dtype]
-        if tap.kind == "after" and tap.layer == num_layers - 1:
+        # hidden_states has every tap but after:{L-1}, in whose place it has final.
+        taps = [other for other in all_taps(num_layers) if other != after(num_layers - 1)]
+        expected, shown = tap, str(tap)
+        if tap not in taps:
+            expected, shown = FINAL, f"the final norm of {tap}"
             with torch.inference_mode():
                 captured = self._loaded.stack.final_norm(captured.unsqueeze(0))[0]  # [N, H]
-            expected, shown = num_layers, f"the final norm of {tap}"
-        else:
-            expected, shown = {"embed": 0, "final": num_layers}.get(tap.kind, tap.layer + 1), str(tap)
-        errors = [_median_error(captured, state) for state in reference]  # L + 1
-        best = min(range(len(errors)), key=errors.__getitem__)
-        if not errors[expected] <= tolerance or best != expected:
+        match = match_taps(captured, reference, taps)
+        if match.num_tokens == 0:
             raise SelfTestError(
-                f"{shown} is not transformers' hidden_states[{expected}]: relative error {errors[expected]:.2g}, "
-                f"allowed {tolerance:g}; the nearest is hidden_states[{best}] with {errors[best]:.2g}"
+                f"every token of the probe has NaN or Inf in the target's own hidden states with --dtype "
+                f"{self._settings.dtype}: are its weights whole? float16 overflows on many targets, bfloat16 does not"
+            )
+        error, tolerance = match.errors[taps.index(expected)], TAP_TOLERANCES[self._settings.dtype]
+        if match.best != expected or not error <= tolerance:
+            raise SelfTestError(
+                f"{shown} is not what transformers gives as {expected}: relative error {error:.2g}, allowed "
+                f"{tolerance:g}; the nearest is {match.best} with {match.best_error:.2g}"
             )
 
     def _check_ranks_agree(self, columns: Sequence[tuple[Tap, Tensor]]) -> None:
@@ -402,12 +398,22 @@ class TransformersEngine:
         for tap, captured in columns:
             first, *others = ranks.gather(captured)
             for rank, other in enumerate(others, start=1):
-                error = _median_error(other, first)
+                differs = (other.float() - first.float()).norm(dim=-1) / first.float().norm(dim=-1)  # [N]
+                error = float(differs.nanmedian())
                 if not error <= TAP_TOLERANCES[self._settings.dtype]:
                     raise SelfTestError(
                         f"--tp {ranks.tp}: {tap} differs between rank 0 and rank {rank} of a group (relative error "
                         f"{error:.2g}): this target's plan leaves it in parts. Use --tp 1"
                     )
+
+    def _usable_probe(self, probe: Sequence[TokenSample]) -> list[TokenSample]:
+        """The first tokens of the first samples that may go through the target; a few ids where there are none."""
+        longest = min(SELF_TEST_TOKENS, self.max_positions or SELF_TEST_TOKENS)
+        usable = [_head(sample, longest) for sample in probe if sample.num_tokens > 1 and not self._refusal(sample)]
+        if not usable:
+            ids = probe_ids(self._outline, "cpu")[0].numpy().astype(np.int32)  # [T]
+            usable = [TokenSample(sample_id="", input_ids=ids, loss_mask=np.ones(len(ids), dtype=np.uint8))]
+        return usable[:SELF_TEST_SAMPLES]
 
     def _metadata(self) -> dict[str, str]:
         """What made a shard, for its header: what may differ between workers of one dataset."""
@@ -488,11 +494,3 @@ def _share(samples: Sequence[TokenSample], written: Any) -> list[list[int]]:
 
 def _head(sample: TokenSample, num_tokens: int) -> TokenSample:
     return replace(sample, input_ids=sample.input_ids[:num_tokens], loss_mask=sample.loss_mask[:num_tokens])
-
-
-def _median_error(captured: Tensor, reference: Tensor) -> float:
-    """Per-token relative L2, median over the tokens where the reference is finite; both [N, H]."""
-    reference = reference.float()
-    finite = reference.isfinite().all(-1)  # [N]
-    error = (captured.float() - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-20)  # [N]
-    return float(error[finite].median()) if bool(finite.any()) else float("nan")

@@ -75,8 +75,11 @@ def locate(model: Any, outline: TargetOutline) -> TextStack:
     calls: list[_Call] = []
     inner = {id(part) for stack in stacks.values() for layer in stack for part in layer.modules() if part is not layer}
     outer = [module for module in model.modules() if id(module) not in inner]
-    with torch.inference_mode(), _recorded(outer, calls):
-        model(input_ids=probe, use_cache=False)
+    try:
+        with torch.inference_mode(), _recorded(outer, calls):
+            model(input_ids=probe, use_cache=False)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise TargetError(f"{type(model).__name__} fails on {probe.shape[1]} tokens of text alone: {error}") from error
     found = {name: why for name, stack in stacks.items() if (why := _why_no_stack(stack, outline, calls, shape))}
     confirmed = [name for name in stacks if name not in found]
     if len(confirmed) != 1:
@@ -103,7 +106,7 @@ def locate(model: Any, outline: TargetOutline) -> TextStack:
     )
 
 
-def probe_ids(outline: TargetOutline, device: torch.device) -> Tensor:
+def probe_ids(outline: TargetOutline, device: torch.device | str) -> Tensor:
     """A few distinct ids: int64 [1, T], T at most PROBE_TOKENS."""
     import torch
 
@@ -162,8 +165,6 @@ def _why_no_stack(
     stack: ModuleList, outline: TargetOutline, calls: list[_Call], shape: tuple[int, int, int]
 ) -> str | None:
     """Why ``stack`` is not the list of decoder layers; None where it is."""
-    import torch
-
     entries = {id(module): j for j, module in enumerate(stack)}
     made = [(entries[id(call.module)], call) for call in calls if id(call.module) in entries]
     order = [j for j, _ in made]
@@ -176,16 +177,19 @@ def _why_no_stack(
     for (j, call), (_, following) in pairwise(made):
         assert call.returned is not None
         assert following.given is not None
-        if not torch.equal(call.returned, following.given):
+        if not _same(call.returned, following.given):
             return f"the output of entry {j} is not the input of entry {j + 1}"
     return None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal; a NaN equals a NaN, since a broken target is not for here to refuse."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _final_norm(
     model: Module, text_model: Module, layers: list[Module], calls: list[_Call], shape: tuple[int, int, int]
 ) -> Module:
-    import torch
-
     last = next(n for n, call in enumerate(calls) if call.module is layers[-1])
     last_output = calls[last].returned
     end = next((n for n, call in enumerate(calls) if call.module is text_model and n > last), None)
@@ -200,8 +204,8 @@ def _final_norm(
         if call.given is not None
         and call.returned is not None
         and tuple(call.returned.shape) == shape
-        and torch.equal(call.given, last_output)
-        and torch.equal(call.returned, final)
+        and _same(call.given, last_output)
+        and _same(call.returned, final)
         and list(call.module.parameters())
     ]
     if not candidates:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from eyas.capture.engines.transformers.load import text_config
 from eyas.capture.errors import TargetError
+from eyas.capture.ranks import SECONDS_BETWEEN_POLLS, TIMEOUT, open_store
 
 if TYPE_CHECKING:
     import torch
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-# Loading a large target takes tens of minutes, and ranks differ in it.
-TIMEOUT = timedelta(hours=2)
-
 # What a rule of transformers' tensor-parallel plan splits, by the module it names: (rule, attributes of the
 # configuration of which each one that exists must divide, what they count).
 _SPLIT_SIZES = (
-    (r"attn\.(q_proj|q_b_proj|kv_b_proj|qkv_proj|query_key_value)$", ("num_attention_heads",), "attention heads"),
-    (r"attn\.(k_proj|v_proj|qkv_proj|query_key_value)$", ("num_key_value_heads",), "key/value heads"),
+    (
+        r"(attn|attention)\.(q_proj|q_b_proj|kv_b_proj|qkv_proj|query_key_value)$",
+        ("num_attention_heads",),
+        "attention heads",
+    ),
+    (r"(attn|attention)\.(k_proj|v_proj|qkv_proj|query_key_value)$", ("num_key_value_heads",), "key/value heads"),
     (
         r"(mlp|feed_forward)\.(gate_proj|up_proj|gate_up_proj|fc1|c_fc|dense_h_to_4h)$",
         ("intermediate_size", "ffn_dim"),
@@ -73,7 +75,7 @@ def _split_sizes(text: Any, plan: dict[str, str]) -> dict[str, int]:
                 sizes[what] = size
     if "channels of an expert" not in sizes and any("experts." in name for name in plan):
         # Mixtral's experts are as wide as intermediate_size says.
-        sizes["channels of an expert"] = text.intermediate_size
+        sizes["channels of an expert"] = getattr(text, "intermediate_size", 0)
     return sizes
 
 
@@ -83,6 +85,8 @@ class Ranks:
     Every group is a torch.distributed world of its own (transformers' plan spans the whole default process group), so
     groups never wait for each other; what they share is one key-value store that hands out batches.
     """
+
+    _joined = itertools.count()  # launches joined by this process: every rank makes the same calls
 
     def __init__(self, tp: int, device: torch.device) -> None:
         """Join the launch that the environment describes (torchrun's variables); a plain process is rank 0 of 1.
@@ -105,15 +109,14 @@ class Ranks:
 
     def _join(self, device: torch.device) -> None:
         import torch.distributed as dist
-        from torch.distributed.rendezvous import rendezvous
 
-        self._store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=TIMEOUT))
+        self._store = dist.PrefixStore(f"eyas/engine-{next(self._joined)}", open_store())  # type: ignore[attr-defined]
         if self.tp == 1:
             return
         on_cuda = device.type == "cuda"
         dist.init_process_group(
             backend="nccl" if on_cuda else "gloo",
-            store=dist.PrefixStore(f"eyas/group-{self.group}", self._store),  # type: ignore[attr-defined]
+            store=dist.PrefixStore(f"group-{self.group}", self._store),  # type: ignore[attr-defined]
             rank=self.rank_in_group,
             world_size=self.tp,
             timeout=TIMEOUT,
@@ -152,7 +155,7 @@ class Ranks:
 
     def _take(self, counter: str) -> int:
         if self._store is not None:
-            return int(self._store.add(f"eyas/{counter}", 1)) - 1
+            return int(self._store.add(counter, 1)) - 1
         self._claimed[counter] = self._claimed.get(counter, 0) + 1
         return self._claimed[counter] - 1
 
@@ -163,8 +166,9 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
+        tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.tp)]
-        dist.all_gather(parts, tensor.contiguous())
+        dist.all_gather(parts, tensor)
         return parts
 
     def leave(self, *, failed: bool) -> None:
@@ -172,10 +176,10 @@ class Ranks:
         import torch.distributed as dist
 
         if self._store is not None and not failed:
-            self._store.add("eyas/left", 1)
+            self._store.add("left", 1)
             if self.rank == 0:
-                while self._store.add("eyas/left", 0) < self.world_size:
-                    time.sleep(0.02)
-        if dist.is_initialized():
+                while self._store.add("left", 0) < self.world_size:
+                    time.sleep(SECONDS_BETWEEN_POLLS)
+        if dist.is_initialized() and not failed:  # which could wait for a rank that is gone
             dist.destroy_process_group()
         self._store = self._control = None

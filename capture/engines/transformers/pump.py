@@ -51,10 +51,11 @@ class CapturedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Handover:
-    batch: CapturedBatch  # keeps the device's memory until the copy is done
+    samples: Sequence[TokenSample]
     host: list[Tensor | None]  # features, last_hidden, top1, lse on the CPU
     statistics: list[Tensor]  # per sample float64 [A(+1), 4], on the CPU
-    copied: torch.cuda.Event | None
+    copied: torch.cuda.Event | None  # host and statistics are whole once it has happened
+    on_device: list[Tensor | None]  # what the copy reads: kept until then
 
 
 class Pump:
@@ -98,7 +99,11 @@ class Pump:
         if self._stream is not None:
             self._handovers.put(self._start_copy(batch, self._stream))
         else:
-            self._handovers.put(_Handover(batch=batch, host=batch.tensors, statistics=_statistics(batch), copied=None))
+            self._handovers.put(
+                _Handover(
+                    samples=batch.samples, host=batch.tensors, statistics=_statistics(batch), copied=None, on_device=[]
+                )
+            )
 
     def events(self) -> list[Event]:
         """What became of samples since the last call. Raises what went wrong in the writer's thread."""
@@ -129,9 +134,15 @@ class Pump:
             host = [None if tensor is None else copy(tensor) for tensor in batch.tensors]
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        return _Handover(batch=batch, host=host, statistics=list(statistics), copied=copied)
+        return _Handover(
+            samples=batch.samples, host=host, statistics=list(statistics), copied=copied, on_device=batch.tensors
+        )
 
     def _run(self) -> None:
+        import torch
+
+        if self._stream is not None:  # a thread starts on device 0, whatever the rank's is
+            torch.cuda.set_device(self._stream.device)
         while (handover := self._handovers.get()) is not None:
             # After an error the queue still empties, so that put() wakes up and raises it.
             if self._error is None and not self._dropped:
@@ -146,10 +157,11 @@ class Pump:
 
         if handover.copied is not None:
             handover.copied.synchronize()
+        handover.on_device.clear()
         features, last_hidden, top1, lse = handover.host
         assert features is not None
         begin = 0
-        for n, sample in enumerate(handover.batch.samples):
+        for n, sample in enumerate(handover.samples):
             rows = slice(begin, begin + sample.num_tokens)
             begin = rows.stop
             captured = Sample(
