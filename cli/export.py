@@ -15,32 +15,28 @@ import click
 @click.option(
     "--target",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="The target's folder; default: where it was captured from.",
+    required=True,
+    help="The target's folder, for the sizes of the draft.",
 )
 @click.option("--draft-vocab-size", type=click.IntRange(1), help="Ids that the draft proposes; default: all.")
 @click.option("--json", "as_json", is_flag=True, help="Print the readings as JSON.")
-def command(
-    dataset: Path, out: Path, engine: str, target: Path | None, draft_vocab_size: int | None, as_json: bool
-) -> None:
+def command(dataset: Path, out: Path, engine: str, target: Path, draft_vocab_size: int | None, as_json: bool) -> None:
     """Write OUT/config.json for a draft that is fed DATASET's taps, and print what every engine makes of it.
 
     Nothing is written where the engine cannot be told these taps.
 
     \b
-    eyas export captured draft --engine sglang@0.5.23
-    eyas export captured draft --engine vllm --draft-vocab-size 32000
+    eyas export captured draft --engine sglang@0.5.23 --target ./llama
+    eyas export captured draft --engine vllm --target ./llama --draft-vocab-size 32000
     """
     from eyas.align.checks.subject import TargetFolder
     from eyas.align.draft_config import all_readings, make_draft_config, write_draft_config
     from eyas.align.engine import parse_engine
     from eyas.shards.identity import read_identity
-    from eyas.taps.errors import UsageError
     from eyas.taps.notation import format_taps
 
     identity = read_identity(dataset)
-    folder = TargetFolder(target or Path(identity.target.name))
-    if target is None and not folder.path.is_dir():
-        raise UsageError(f"the target ({identity.target.name}) is no folder here: give its folder with --target")
+    folder = TargetFolder(target)
     made = make_draft_config(
         identity, folder.text, folder.facts, parse_engine(engine), draft_vocab_size=draft_vocab_size
     )

@@ -58,6 +58,11 @@ def combine(found: Sequence[tuple[str, Finding]]) -> Finding:
     )
 
 
+def _usual_name(draft: Draft) -> str:
+    """The architecture by which vLLM and SGLang both know a draft with this attention."""
+    return "Eagle3DeepseekV2ForCausalLM" if draft.config.layer.get("kv_lora_rank") else "LlamaForCausalLMEagle3"
+
+
 def check_loads(subject: Subject) -> list[Finding]:
     """Whether the engine knows the draft's architecture, in a release that was read."""
     if subject.draft is None or subject.engine is None:
@@ -90,9 +95,7 @@ def check_loads(subject: Subject) -> list[Finding]:
             found=f'"architectures": ["{name}"]',
             expected=f"one of {', '.join(architectures)}",
             consequence=f"{engine} has no model of this name: it does not load the draft",
-            mend=f'"architectures": ["{architectures[-1] if engine.system == "sglang" else architectures[0]}"]'
-            if not config.is_speculators
-            else f"export the draft for {engine.system}: eyas export DATASET OUT --engine {engine}",
+            mend=f'"architectures": ["{_usual_name(subject.draft)}"], once the tensors are those of that model',
             source=f"{engine}, the registry of its models",
         )
     ]

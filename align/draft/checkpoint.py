@@ -64,7 +64,10 @@ def read_draft(folder: Path) -> Draft:
 def _weight_files(folder: Path) -> list[Path]:
     for index in _INDEXES:
         if (folder / index).is_file():
-            names = set(json.loads((folder / index).read_bytes())["weight_map"].values())
+            try:
+                names = {str(name) for name in json.loads((folder / index).read_bytes())["weight_map"].values()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DraftError(f"{folder / index}: unreadable ({error!r})") from error
             if bad := [name for name in names if os.path.basename(name) != name]:
                 raise DraftError(f"{folder / index}: {bad[0]!r} is no file of this folder")
             return [folder / name for name in sorted(names)]

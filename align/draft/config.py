@@ -18,6 +18,12 @@ from eyas.taps.errors import EyasError
 CONFIG_FILE = "config.json"
 LAYER_CONFIG = "transformer_layer_config"
 
+_SIZES = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_OPTIONAL_SIZES = (
+    "num_hidden_layers", "num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+
 
 class DraftError(EyasError):
     """A draft folder that cannot be read, or whose config lacks what every draft has."""
@@ -45,10 +51,13 @@ class DraftConfig:
     raw: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
-            value = self.layer.get(key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise DraftError(f"{CONFIG_FILE}: {key} is {value!r}, expected a positive number")
+        for key in (*_SIZES, *_OPTIONAL_SIZES):
+            for part in (self.layer, self.raw):
+                value = part.get(key)
+                if value is None and not (key in _SIZES and part is self.layer):
+                    continue
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise DraftError(f"{CONFIG_FILE}: {key} is {value!r}, expected a positive number")
 
     @property
     def is_speculators(self) -> bool:
@@ -77,7 +86,7 @@ class DraftConfig:
 
     @property
     def num_layers(self) -> int:
-        return int(self.layer.get("num_hidden_layers", 1))
+        return int(self.layer.get("num_hidden_layers") or 1)
 
     @property
     def head_dim(self) -> int:
@@ -109,7 +118,7 @@ class DraftConfig:
     @property
     def max_positions(self) -> int | None:
         value = self.layer.get("max_position_embeddings")
-        return value if isinstance(value, int) else None
+        return value if isinstance(value, int) and value > 0 else None
 
     @property
     def dtype(self) -> str | None:
@@ -178,7 +187,9 @@ def legacy_rope(config: Mapping[str, Any]) -> Rope:
 
 def _rope(parameters: Mapping[str, Any], theta: Any) -> Rope:
     theta = parameters.get("rope_theta", theta)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if theta is not None and (isinstance(theta, bool) or not isinstance(theta, int | float)):
+        raise DraftError(f"rope_theta is {theta!r}, expected a number")
+    kind = parameters.get("rope_type", parameters.get("type")) or "default"
     scaling = {"rope_type": kind} | {
         key: value
         for key, value in parameters.items()

@@ -161,9 +161,9 @@ def llama(tmp_path: Path) -> tuple[Path, Path]:
 def test_export_writes_what_the_engine_reads(
     tmp_path: Path, llama: tuple[Path, Path], engine: str, place: list[str]
 ) -> None:
-    dataset, _ = llama
+    dataset, target = llama
     out = tmp_path / "out"
-    result = run("export", dataset, out, "--engine", engine, "--draft-vocab-size", 32)
+    result = run("export", dataset, out, "--engine", engine, "--target", target, "--draft-vocab-size", 32)
     assert result.exit_code == 0, result.output
     config = json.loads((out / "config.json").read_text())
     value = config
@@ -177,8 +177,8 @@ def test_export_writes_what_the_engine_reads(
 
 
 def test_export_tells_trtllm_when_it_starts(tmp_path: Path, llama: tuple[Path, Path]) -> None:
-    dataset, _ = llama
-    result = run("export", dataset, tmp_path / "out", "--engine", "trtllm", "--json")
+    dataset, target = llama
+    result = run("export", dataset, tmp_path / "out", "--engine", "trtllm", "--target", target, "--json")
     body = json.loads(result.output)
     assert body["serving"] == '"speculative_config": {"eagle3_layers_to_capture": [3, 10, 20]}'
     assert IDS not in (tmp_path / "out" / "config.json").read_text()
@@ -207,10 +207,10 @@ def test_export_refuses_and_leaves_nothing(tmp_path: Path, taps: str, model: str
 
 
 def test_export_keeps_a_config_that_is_there(tmp_path: Path, llama: tuple[Path, Path]) -> None:
-    dataset, _ = llama
+    dataset, target = llama
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
-    result = run("export", dataset, tmp_path / "out", "--engine", "vllm")
+    result = run("export", dataset, tmp_path / "out", "--engine", "vllm", "--target", target)
     assert result.exit_code == 1
     assert (tmp_path / "out" / "config.json").read_text() == "{}"
 
