@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,11 @@ def test_scaling_lost_on_the_way_to_the_draft(tmp_path: Path, place: str) -> Non
     ]
     assert "the scaling was dropped" in finding.found
     assert '"factor": 4.0' in finding.mend
+
+
+def test_a_quantized_target_that_was_captured_as_it_serves(tmp_path: Path, target: Path) -> None:
+    edit(target, quantization_config={"quant_method": "fp8"})
+    identity = captured_from(target)
+    identity = replace(identity, target=replace(identity.target, quantization="fp8"))
+    found = bad(check_static(make_dataset(tmp_path / "dataset", identity), target=target))
+    assert found.keys() <= {"mask roles"}  # random tokens
