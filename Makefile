@@ -26,6 +26,7 @@ lint: install
 
 docs: install
 	.venv/bin/python docs/generate_cli.py
+	.venv/bin/python docs/generate_alignment.py
 
 bench: install
 	.venv/bin/python benchmarks/codec.py --help

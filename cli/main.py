@@ -16,7 +16,7 @@ from eyas.cli.recipe import RECIPE_FILE, apply_recipe, load_recipe
 from eyas.taps.errors import EyasError, UsageError
 
 # In the order of the data flow, which is how --help lists them.
-COMMANDS = ("prepare", "capture", "status", "standardize", "inspect")
+COMMANDS = ("prepare", "capture", "status", "standardize", "check", "export", "inspect")
 
 ARGUMENTS = "eyas.arguments"  # key of ctx.meta: the arguments as given, for commands that start themselves again
 
@@ -83,10 +83,11 @@ def main() -> None:
     eyas capture prepared captured --target TARGET --taps default
     eyas status captured
     eyas standardize captured standard --taps default
+    eyas check standard --draft DRAFT --engine sglang@0.5.23
     eyas inspect standard --verify
 
-    Every command can be killed at any time and run again. Exit status: 0 done, 1 failed, 2 wrong usage, 75 stopped
-    early with work left (run it again).
+    Every command can be killed at any time and run again. Exit status: 0 done, 1 failed, 2 wrong usage, 3 check found
+    a mismatch, 75 stopped early with work left (run it again).
     """
 
 

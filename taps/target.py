@@ -27,9 +27,7 @@ class TargetFacts:
 
         Raises EyasError, naming ``where``, if it holds no number of layers.
         """
-        configs = [config]
-        while inner := next((configs[-1][key] for key in _TEXT_CONFIGS if _is_object(configs[-1].get(key))), None):
-            configs.append(inner)
+        configs = language_configs(config)
         num_layers = next((configs[-1][key] for key in _NUM_LAYERS if isinstance(configs[-1].get(key), int)), None)
         if num_layers is None:
             raise EyasError(f"{where}: found no number of decoder layers (looked for {', '.join(_NUM_LAYERS)})")
@@ -47,6 +45,14 @@ class TargetFacts:
     def __str__(self) -> str:
         name = self.model_class or "/".join(self.model_types) or "a model of unknown class"
         return f"{name}, {self.num_layers} layers"
+
+
+def language_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """``config`` and the language model's configs inside it, outermost first; alone where it is no multimodal one."""
+    configs = [config]
+    while inner := next((configs[-1][key] for key in _TEXT_CONFIGS if _is_object(configs[-1].get(key))), None):
+        configs.append(inner)
+    return configs
 
 
 def _is_object(value: object) -> bool:

@@ -1,0 +1,68 @@
+"""Every static check of a dataset, in the order of a verdict: what is fed, the draft, the target, the data."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from eyas.align.checks.data import LookedAt, check_data
+from eyas.align.checks.masks import check_masks
+from eyas.align.checks.norms import check_norms
+from eyas.align.checks.releases import check_loads
+from eyas.align.checks.rope import check_rope
+from eyas.align.checks.shapes import check_shapes
+from eyas.align.checks.subject import Subject, TargetFolder
+from eyas.align.checks.taps import check_taps
+from eyas.align.checks.target import check_target
+from eyas.align.checks.tensors import check_tensors
+from eyas.align.checks.vocabulary import check_vocabulary
+from eyas.align.draft import read_draft
+from eyas.align.engine import Engine
+from eyas.align.verdict import Report
+from eyas.shards.errors import ShardError
+from eyas.shards.identity import read_identity
+from eyas.shards.ledger import read_ledgers
+
+
+def check_static(
+    dataset: Path,
+    *,
+    draft: Path | None = None,
+    engine: Engine | None = None,
+    target: Path | None = None,
+    trust_remote_code: bool = False,
+) -> Report:
+    """Check ``dataset`` without running the target; ``draft`` and ``target`` are folders.
+
+    Raises EyasError (IdentityError, DraftError, ...) for what is no dataset, draft or target.
+    """
+    return check_subject(
+        Subject(
+            dataset=dataset,
+            identity=read_identity(dataset),
+            ledgers=read_ledgers(dataset),
+            draft=None if draft is None else read_draft(draft),
+            engine=engine,
+            target=None if target is None else TargetFolder(target, trust_remote_code),
+        )
+    )
+
+
+def check_subject(subject: Subject) -> Report:
+    """The findings about ``subject``."""
+    looked_at = LookedAt(subject)
+    findings = [
+        *check_taps(subject),
+        *check_loads(subject),
+        *check_shapes(subject),
+        *check_norms(subject),
+        *check_rope(subject),
+        *check_vocabulary(subject),
+        *check_tensors(subject),
+        *check_target(subject),
+        *check_data(subject, looked_at),
+    ]
+    if subject.ledgers.entries:
+        with contextlib.suppress(ShardError):  # check_data has said so
+            findings += check_masks(subject, looked_at)
+    return Report(tuple(findings))

@@ -1,0 +1,221 @@
+"""`eyas check` and `eyas export` from outside: text, JSON, exit statuses, files left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from eyas.cli.main import main
+from tests.align.made import draft_config, draft_tensors, make_dataset, make_draft, make_identity
+from tests.tiny import make_target
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def kimi(tmp_path: Path) -> Path:
+    identity = make_identity("after:2,after:30,after:58", model_class="KimiK25ForConditionalGeneration", num_layers=61)
+    return make_dataset(tmp_path / "kimi", identity)
+
+
+def draft(folder: Path, ids: list[int]) -> Path:
+    return make_draft(folder, draft_config(eagle_config={IDS: ids}), draft_tensors())
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "status"),
+    [([2, 30, 58], [], 3), ([3, 31, 59], [], 0), ([3, 31, 59], ["--strict"], 3)],
+)
+def test_exit_status(tmp_path: Path, kimi: Path, ids: list[int], options: list[str], status: int) -> None:
+    result = run("check", kimi, "--draft", draft(tmp_path / "draft", ids), "--engine", "sglang@0.5.23", *options)
+    assert result.exit_code == status, result.output
+
+
+def test_text_is_plain_and_names_the_mend(tmp_path: Path, kimi: Path) -> None:
+    result = run("check", kimi, "--draft", draft(tmp_path / "draft", [2, 30, 58]), "--engine", "sglang@0.5.23")
+    assert "\x1b" not in result.output
+    lines = result.output.splitlines()
+    assert lines[0].startswith("mismatch  taps")
+    assert f'sglang@0.5.23: "eagle_config": {{"{IDS}": [3, 31, 59]}}' in result.output
+    assert f'vllm: "{IDS}": [3, 31, 59]' in result.output
+    assert lines[-1].endswith("1 mismatch, 1 unknown")
+
+
+def test_json(tmp_path: Path, kimi: Path) -> None:
+    result = run(
+        "check", kimi, "--draft", draft(tmp_path / "draft", [2, 30, 58]), "--engine", "sglang@0.5.23", "--json"
+    )
+    body = json.loads(result.output)
+    assert result.exit_code == 3
+    assert body["counts"]["mismatch"] == 1
+    assert body["findings"][0]["source"].startswith("sglang 0.5.13 to 0.5.23, srt/")
+
+
+def test_the_mend_mends(tmp_path: Path, kimi: Path) -> None:
+    """Writing the fragment that check prints into the draft's config makes it pass, for every engine."""
+    for engine in ("sglang@0.5.12", "sglang@0.5.23", "vllm@0.24.0", "vllm@0.32.0"):
+        folder = make_draft(tmp_path / engine, draft_config(), draft_tensors())
+        before = json.loads(run("check", kimi, "--draft", folder, "--engine", engine, "--json").output)
+        (taps,) = [finding for finding in before["findings"] if finding["check"] == "taps"]
+        line = next(line for line in taps["mend"].splitlines() if line.startswith(f"{engine}: "))
+        fragment = json.loads("{" + line.removeprefix(f"{engine}: ") + "}")
+        make_draft(folder, {**draft_config(), **fragment})
+        assert run("check", kimi, "--draft", folder, "--engine", engine).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        (["--engine", "tgi"], 2, "expected one of sglang, vllm, trtllm, transformers"),
+        (["--engine", "sglang@new"], 2, "is no release"),
+        (["--draft", "nowhere"], 2, "does not exist"),
+        (["--engine-live", "vllm"], 2, "give --target and --draft"),
+    ],
+)
+def test_wrong_usage(kimi: Path, options: list[str], status: int, words: str) -> None:
+    result = run("check", kimi, *options)
+    assert result.exit_code == status
+    assert words in result.output
+
+
+def test_engine_live_says_what_brings_it(tmp_path: Path, kimi: Path) -> None:
+    result = run(
+        "check", kimi, "--draft", draft(tmp_path / "d", [3, 31, 59]), "--target", kimi, "--engine-live", "sglang"
+    )
+    assert result.exit_code == 2
+    assert "eyas[sglang]" in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "unreadable"), ("[]", "expected a JSON object"), ("{}", "hidden_size is None"), (None, "no config.json")],
+)
+def test_a_draft_that_is_none(tmp_path: Path, kimi: Path, content: str | None, words: str) -> None:
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    result = run("check", kimi, "--draft", folder)
+    assert result.exit_code == 1
+    assert words in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_truncated_draft(tmp_path: Path, kimi: Path) -> None:
+    folder = draft(tmp_path / "draft", [3, 31, 59])
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    result = run("check", kimi, "--draft", folder)
+    assert result.exit_code == 1
+    assert str(weights) in result.output
+
+
+def test_a_pickle_that_would_run_code(tmp_path: Path, kimi: Path) -> None:
+    import os
+    import pickle
+
+    folder = make_draft(tmp_path / "draft", draft_config())
+
+    class Attack:
+        def __reduce__(self) -> object:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Attack()}))
+    result = run("check", kimi, "--draft", folder)
+    assert result.exit_code == 1
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_pickle_of_tensors(tmp_path: Path, kimi: Path) -> None:
+    import torch
+
+    folder = make_draft(tmp_path / "draft", draft_config(eagle_config={IDS: [3, 31, 59]}))
+    torch.save(draft_tensors(), folder / "pytorch_model.bin")
+    assert run("check", kimi, "--draft", folder, "--engine", "sglang@0.5.23").exit_code == 0
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> tuple[Path, Path]:
+    """A dataset of 32 layers and its target's folder."""
+    target = make_target(tmp_path / "target", num_layers=32, hidden_size=16, vocab_size=96, num_attention_heads=4)
+    identity = make_identity("after:3,after:10,after:20", target={"name": str(target)})
+    return make_dataset(tmp_path / "dataset", identity), target
+
+
+@pytest.mark.parametrize(
+    ("engine", "place"),
+    [
+        ("sglang@0.5.23", ["eagle_config", IDS]),
+        ("vllm@0.32.0", [IDS]),
+        ("vllm", [IDS]),
+        ("sglang", ["eagle_config", IDS]),
+    ],
+)
+def test_export_writes_what_the_engine_reads(
+    tmp_path: Path, llama: tuple[Path, Path], engine: str, place: list[str]
+) -> None:
+    dataset, target = llama
+    out = tmp_path / "out"
+    result = run("export", dataset, out, "--engine", engine, "--target", target, "--draft-vocab-size", 32)
+    assert result.exit_code == 0, result.output
+    config = json.loads((out / "config.json").read_text())
+    value = config
+    for key in place:
+        value = value[key]
+    assert value == ([3, 10, 20] if "sglang" in engine else [4, 11, 21])
+    assert config["draft_vocab_size"] == 32
+    assert "<- not these taps" in result.output  # the other engine's reading
+    checked = run("check", dataset, "--draft", out, "--engine", engine)
+    assert checked.exit_code == 0, checked.output
+
+
+def test_export_tells_trtllm_when_it_starts(tmp_path: Path, llama: tuple[Path, Path]) -> None:
+    dataset, target = llama
+    result = run("export", dataset, tmp_path / "out", "--engine", "trtllm", "--target", target, "--json")
+    body = json.loads(result.output)
+    assert body["serving"] == '"speculative_config": {"eagle3_layers_to_capture": [3, 10, 20]}'
+    assert IDS not in (tmp_path / "out" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("taps", "model", "engine", "words"),
+    [
+        ("after:0,after:10,after:31", "LlamaForCausalLM", "sglang@0.5.23", "cannot be told to feed"),
+        ("embed,after:10,after:20", "LlamaForCausalLM", "sglang@0.5.23", "cannot be told to feed"),
+        ("after:1,after:10,final", "LlamaForCausalLM", "vllm@0.32.0", "final, the output of the last norm, has no id"),
+        ("after:2,after:10,after:20", "DeepseekV3ForCausalLM", "sglang", "read ids in different ways"),
+        ("after:2,after:20", "LlamaForCausalLM", "sglang@0.5.11", "builds its draft for 3 taps"),
+        ("after:2,after:10,after:20", "LlamaForCausalLM", "transformers", "unknown"),
+    ],
+)
+def test_export_refuses_and_leaves_nothing(tmp_path: Path, taps: str, model: str, engine: str, words: str) -> None:
+    target = make_target(tmp_path / "target", num_layers=32, hidden_size=16, vocab_size=96, num_attention_heads=4)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "architectures": [model], "model_type": "-"}))
+    dataset = make_dataset(tmp_path / "dataset", make_identity(taps, model_class=model))
+    result = run("export", dataset, tmp_path / "out", "--engine", engine, "--target", target)
+    assert result.exit_code == 1, result.output
+    assert words in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_keeps_a_config_that_is_there(tmp_path: Path, llama: tuple[Path, Path]) -> None:
+    dataset, target = llama
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    result = run("export", dataset, tmp_path / "out", "--engine", "vllm", "--target", target)
+    assert result.exit_code == 1
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+
+
+def test_export_needs_the_target(tmp_path: Path, kimi: Path) -> None:
+    result = run("export", kimi, tmp_path / "out", "--engine", "vllm")
+    assert result.exit_code == 2
+    assert "--target" in result.output
