@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 )
 @click.option("--tp", type=click.IntRange(1), default=1, help="Processes (GPUs) that share one copy of the target.")
 @click.option("--dp", type=click.IntRange(1), default=1, help="Independent groups, each with its own copy.")
-@click.option("--batch-tokens", type=click.IntRange(1), default=16384, help="Tokens in one forward pass, at most.")
+@click.option(
+    "--batch-tokens", type=click.IntRange(1), help="Tokens in one forward pass, at most; default: 16384, on a CPU 2048."
+)
 @click.option("--shard-size", type=size, default="1GiB", help="About the size of a shard.")
 @click.option("--codec-threads", type=click.IntRange(1), default=4, help="Threads that compress, per process.")
 @click.option("--worker", help="The name shards start with; default: this host's.")

@@ -54,14 +54,14 @@ class EngineSettings:
     trust_remote_code: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     tp: int = 1  # processes that share one copy of the target
-    batch_tokens: int = 16384  # rows * longest of a batch at most; a longer sample is a batch of its own
+    batch_tokens: int | None = None  # rows * longest of a batch at most; a longer sample is a batch of its own
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise EyasError(f"dtype {self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.tp < 1:
             raise EyasError(f"--tp {self.tp}: expected at least 1")
-        if self.batch_tokens < 1:
+        if self.batch_tokens is not None and self.batch_tokens < 1:
             raise EyasError(f"--batch-tokens {self.batch_tokens}: expected at least 1")
 
 
