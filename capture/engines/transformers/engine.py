@@ -426,7 +426,7 @@ class TransformersEngine:
         import torch
         import transformers
 
-        running, settings = self._loaded, self._settings
+        running = self._loaded
         on_cuda = running.device.type == "cuda"
         return {
             "engine": "transformers",
