@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--samples", type=int, default=8000)
-    parser.add_argument("--early", type=float, default=0.15, help="share of kills before the first temporary shard")
+    parser.add_argument("--early", type=float, default=0.12, help="share of kills before the first temporary shard")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw = random.Random(options.seed)
@@ -152,12 +152,12 @@ def main() -> None:
         make_inputs(folder, options.samples)
         subprocess.run(capture_command(folder, "reference"), check=True, capture_output=True)
         while stages.total() < options.kills:
-            groups = draw.choice([(1, 1), (1, 1), (2, 1), (1, 2)])
+            groups = draw.choice([(1, 1), (1, 1), (1, 1), (1, 1), (2, 1), (1, 2)])
             command = capture_command(
                 folder, "killed", "--batch-tokens", draw.choice([64, 256, 1024]), "--tp", groups[0], "--dp", groups[1]
             )
             early = draw.random() < options.early
-            delay = draw.uniform(0, 4) if early else draw.uniform(0, 0.25)
+            delay = draw.uniform(0, 4) if early else draw.uniform(0, 0.15)
             stage = kill_once(command, folder / "killed", delay, after_temporary=not early)
             if stage is None:
                 raise SystemExit(f"the capture ended after {stages.total()} kills: give it more --samples")
