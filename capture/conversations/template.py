@@ -41,7 +41,7 @@ class ChatTemplate:
 
         try:
             text: str = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **switches
+                _with_thinking(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **switches
             )
         # Templates are programs: on messages they were not made for they fail like any other.
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -65,7 +65,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         (rendered,), (spans,) = render_jinja_template(
-            conversations=[list(messages)],
+            conversations=[_with_thinking(messages)],
             tools=tools,
             chat_template=template,
             return_assistant_tokens_mask=True,
@@ -127,3 +127,11 @@ def read_stop_ids(target: str | Path, revision: str | None) -> tuple[int, ...]:
     )
     ids = json.loads(Path(path).read_bytes()).get("eos_token_id") if path else None
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def _with_thinking(messages: Messages) -> list[dict[str, Any]]:
+    """gpt-oss templates read ``thinking``; transformers fills it from ``reasoning_content`` only since 5.24."""
+    return [
+        {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else message
+        for message in messages
+    ]
