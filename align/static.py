@@ -18,10 +18,10 @@ from eyas.align.checks.tensors import check_tensors
 from eyas.align.checks.vocabulary import check_vocabulary
 from eyas.align.draft import read_draft
 from eyas.align.engine import Engine
-from eyas.align.verdict import Report
+from eyas.align.verdict import Finding, Report
 from eyas.shards.errors import ShardError
-from eyas.shards.identity import read_identity
-from eyas.shards.ledger import read_ledgers
+from eyas.shards.identity import DatasetIdentity, read_identity
+from eyas.shards.ledger import LedgerState, read_ledgers
 
 
 def check_static(
@@ -48,17 +48,23 @@ def check_static(
     )
 
 
+def check_plan(planned: DatasetIdentity, *, draft: Path | None, engine: Engine | None) -> Report:
+    """What a capture that would write ``planned`` gives this draft in this engine, before a token is captured."""
+    subject = Subject(
+        dataset=Path(),
+        identity=planned,
+        ledgers=LedgerState([], []),
+        draft=None if draft is None else read_draft(draft),
+        engine=engine,
+    )
+    return Report(tuple(_draft_findings(subject)))
+
+
 def check_subject(subject: Subject) -> Report:
     """The findings about ``subject``."""
     looked_at = LookedAt(subject)
     findings = [
-        *check_taps(subject),
-        *check_loads(subject),
-        *check_shapes(subject),
-        *check_norms(subject),
-        *check_rope(subject),
-        *check_vocabulary(subject),
-        *check_tensors(subject),
+        *_draft_findings(subject),
         *check_target(subject),
         *check_data(subject, looked_at),
     ]
@@ -66,3 +72,16 @@ def check_subject(subject: Subject) -> Report:
         with contextlib.suppress(ShardError):  # check_data has said so
             findings += check_masks(subject, looked_at)
     return Report(tuple(findings))
+
+
+def _draft_findings(subject: Subject) -> list[Finding]:
+    """What the taps, the draft and the engine say of each other."""
+    return [
+        *check_taps(subject),
+        *check_loads(subject),
+        *check_shapes(subject),
+        *check_norms(subject),
+        *check_rope(subject),
+        *check_vocabulary(subject),
+        *check_tensors(subject),
+    ]

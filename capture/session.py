@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -151,31 +151,50 @@ def check_tokenizer(config: CaptureConfig, prepared: PreparedSamples) -> None:
         )
 
 
-def check_identity_early(config: CaptureConfig, prepared: PreparedSamples, outline: TargetOutline) -> None:
-    """Refuse another dataset in the output folder before the target is loaded. Raises IdentityError.
+def planned_identity(config: CaptureConfig, prepared: PreparedSamples, outline: TargetOutline) -> DatasetIdentity:
+    """What dataset.json would hold, as far as it is known before the target is loaded.
 
-    What only the loaded target tells (its final norm, ...) is compared again once it is there.
+    What only the loaded target tells (its final norm, ...) is taken from the dataset that is there already, and left
+    empty where there is none. Raises IdentityError for options that no dataset can have.
     """
-    if not (config.dataset / IDENTITY_FILE).exists():
-        others = [
-            path.name for path in config.dataset.glob("*")
-        ]  # what a killed start leaves is hidden or a folder of ours
-        if others and not set(others) <= {SHARDS_FOLDER, LEDGER_FOLDER, REJECTS_FOLDER}:
-            raise IdentityError(
-                f"{config.dataset} is no dataset and not empty (it holds {', '.join(sorted(others)[:3])}): "
-                f"give another OUT"
-            )
-    else:
-        there = read_identity(config.dataset).target
-        known = replace(
-            there,
-            config_hash=outline.config_hash,
-            model_class=outline.model_class,
-            num_layers=outline.num_layers,
-            hidden_size=outline.hidden_size,
-            vocab_size=outline.vocab_size,
+    known: dict[str, Any] = {
+        "config_hash": outline.config_hash,
+        "model_class": outline.model_class,
+        "num_layers": outline.num_layers,
+        "hidden_size": outline.hidden_size,
+        "vocab_size": outline.vocab_size,
+    }
+    if (config.dataset / IDENTITY_FILE).exists():
+        return _identity(config, prepared, replace(read_identity(config.dataset).target, **known))
+    target = TargetIdentity(
+        name=config.settings.target,
+        revision=None,
+        weights_hash=None,
+        weight_dtype=outline.dtype,
+        quantization=None,
+        final_norm="",
+        final_norm_eps=None,
+        logit_scale=1.0,
+        logit_softcap=None,
+        lm_head_bias=False,
+        lm_head_rows=outline.vocab_size,
+        **known,
+    )
+    return _identity(config, prepared, target)
+
+
+def check_identity_early(config: CaptureConfig, planned: DatasetIdentity) -> None:
+    """Refuse another dataset in the output folder before the target is loaded. Raises IdentityError."""
+    if (config.dataset / IDENTITY_FILE).exists():
+        create_or_match(config.dataset, planned)
+        return
+    others = [
+        path.name for path in config.dataset.glob("*")
+    ]  # what a killed start leaves is hidden or a folder of ours
+    if others and not set(others) <= {SHARDS_FOLDER, LEDGER_FOLDER, REJECTS_FOLDER}:
+        raise IdentityError(
+            f"{config.dataset} is no dataset and not empty (it holds {', '.join(sorted(others)[:3])}): give another OUT"
         )
-        create_or_match(config.dataset, _identity(config, prepared, known))
 
 
 def run_capture(

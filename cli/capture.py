@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,13 @@ from eyas.cli.signals import stop_on_signals
 from eyas.taps.errors import EXIT_STOPPED_EARLY
 
 if TYPE_CHECKING:
+    from eyas.align.verdict import Report
     from eyas.capture.engines.base import TargetOutline
     from eyas.capture.session import CaptureConfig, CaptureSummary, Plan, Tally
+    from eyas.shards.identity import DatasetIdentity
     from eyas.shards.ledger import Problem
+
+FIRST_SAMPLES = 8  # sealed and replayed, with --draft, before the rest is captured
 
 
 @click.command(name="capture", short_help="Run the target over prepared samples and store its hidden states.")
@@ -58,6 +62,12 @@ if TYPE_CHECKING:
 @click.option("--max-runtime", type=duration, help="Seal and exit 75 after this time, e.g. 11h30m.")
 @click.option("--max-rejects", type=click.FloatRange(0, 1), default=0.01, help="Share of samples that may fail.")
 @click.option("--retry-rejects", is_flag=True, help="Try the samples again that were rejected before.")
+@click.option(
+    "--draft",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The draft that is to be trained: check first that these taps are what it will be fed.",
+)
+@click.option("--serving-engine", help="What will serve the draft, for that check: sglang, vllm, ... with @VERSION.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @dry_run_option
 def command(**options: Any) -> None:
@@ -66,25 +76,52 @@ def command(**options: Any) -> None:
     Run it again after any interruption, with another batch size or number of processes: what is sealed stays, and
     every sample is captured exactly once. SIGTERM, Ctrl-C and --max-runtime seal what is complete and exit 75.
 
+    With --draft, eyas check runs before the first token and a replay after the first samples are sealed; exit status
+    3 where what is captured is not what the draft will be fed.
+
     \b
     eyas capture prepared captured --target ./llama --taps after:1,after:15,after:28
     eyas capture prepared captured --target ./llama --layers 2,16,29 --convention vllm --tp 4 --dp 2
     """
     from eyas.capture.launch import launch_ranks
     from eyas.capture.ranks import is_launched
-    from eyas.capture.session import run_capture
 
-    config, outline = _resolve(options)
+    config, outline, planned = _resolve(options)
     tp, dp = options["tp"], options["dp"]
     if options["dry_run"]:
         print_dry_run(_plan_facts(config, outline, tp=tp, dp=dp))
         return
-    if tp * dp > 1 and not is_launched():
-        raise SystemExit(launch_ranks(click.get_current_context().meta[ARGUMENTS], tp * dp))
+    if is_launched():
+        _finish(_capture(config), as_json=options["as_json"])
+        return
+    arguments = click.get_current_context().meta[ARGUMENTS]
+    if options["draft"] is not None or options["serving_engine"] is not None:
+        _check_plan(planned, options)
+        first = min(FIRST_SAMPLES, options["max_samples"] or FIRST_SAMPLES)
+        if tp * dp > 1:
+            status = launch_ranks([*arguments, "--max-samples", str(first), "--max-rejects", "1"], tp * dp)
+            if status != 0:
+                raise SystemExit(status)
+        else:
+            summary = _capture(replace(config, max_samples=first, max_rejects=1.0))
+            if summary.stopped is not None:
+                _finish(summary, as_json=options["as_json"])
+        _check_first_samples(config)
+    if tp * dp > 1:
+        raise SystemExit(launch_ranks(arguments, tp * dp))
+    _finish(_capture(config), as_json=options["as_json"])
+
+
+def _capture(config: CaptureConfig) -> CaptureSummary:
+    from eyas.capture.session import run_capture
+
     with stop_on_signals() as stopping, _Display() as display:
-        summary = run_capture(config, should_stop=stopping.is_set, on_plan=display.plan, on_progress=display.progress)
+        return run_capture(config, should_stop=stopping.is_set, on_plan=display.plan, on_progress=display.progress)
+
+
+def _finish(summary: CaptureSummary, *, as_json: bool) -> None:
     if summary.rank == 0:
-        if options["as_json"]:
+        if as_json:
             click.echo(json.dumps(asdict(summary)))
         else:
             _print_summary(summary)
@@ -92,14 +129,40 @@ def command(**options: Any) -> None:
         raise SystemExit(EXIT_STOPPED_EARLY)
 
 
-def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline]:
+def _check_plan(planned: DatasetIdentity, options: dict[str, Any]) -> None:
+    from eyas.align.engine import parse_engine
+    from eyas.align.static import check_plan
+
+    named = options["serving_engine"]
+    report = check_plan(planned, draft=options["draft"], engine=None if named is None else parse_engine(named))
+    _refuse_mismatch(report, "before the first token")
+
+
+def _check_first_samples(config: CaptureConfig) -> None:
+    from eyas.align.replay import replay_dataset
+    from eyas.align.verdict import Report
+
+    findings = replay_dataset(
+        config.dataset, config.settings.target, trust_remote_code=config.settings.trust_remote_code
+    )
+    _refuse_mismatch(Report(tuple(findings)), f"after {FIRST_SAMPLES} samples")
+
+
+def _refuse_mismatch(report: Report, when: str) -> None:
+    """Show what is not ok on stderr; exit 3 on a mismatch."""
+    click.echo(f"check {when}:\n{report.text()}", err=True)
+    if report.exit_status(strict=False):
+        raise SystemExit(report.exit_status(strict=False))
+
+
+def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline, DatasetIdentity]:
     import socket
 
     from eyas.capture.engines import check_settings, read_outline
     from eyas.capture.engines.base import EngineSettings
     from eyas.capture.prepared import PreparedSamples
     from eyas.capture.ranks import check_world_size
-    from eyas.capture.session import CaptureConfig, check_identity_early, check_tokenizer
+    from eyas.capture.session import CaptureConfig, check_identity_early, check_tokenizer, planned_identity
     from eyas.taps.notation import after, parse_tap
     from eyas.taps.selection import select_taps
     from eyas.taps.target import TargetFacts
@@ -146,8 +209,9 @@ def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline]:
         retry_rejects=options["retry_rejects"],
     )
     check_tokenizer(config, prepared)
-    check_identity_early(config, prepared, outline)
-    return config, outline
+    planned = planned_identity(config, prepared, outline)
+    check_identity_early(config, planned)
+    return config, outline, planned
 
 
 def _plan_facts(config: CaptureConfig, outline: TargetOutline, *, tp: int, dp: int) -> dict[str, object]:
