@@ -26,7 +26,7 @@ OPTIONS = {
     "status": "--json",
     "standardize": """--codec --convention --dry-run --dtype --from-config --json --last-hidden --layers --shard-size
         --taps --workers""",
-    "check": "--draft --engine --engine-live --json --strict --target --trust-remote-code",
+    "check": "--draft --engine --engine-live --identify --json --replay --strict --target --trust-remote-code",
     "export": "--draft-vocab-size --engine --json --target",
     "inspect": "--json --plot --sample --target --trust-remote-code --verify --workers",
 }

@@ -1,0 +1,105 @@
+"""How far two honest runs of one target are apart, per tap: the noise every verdict of the replay is measured in.
+
+Stored states came from other kernels, batches and parallel sums than the replay's, and 16-bit activations were rounded
+in other places: in bfloat16 each token differs by 1 to 5 %, growing with depth. That is measured, not assumed: the
+target is replayed once more with every module's output rounded stochastically to the stored dtype (a random neighbour:
+the variance of one rounding more), and a tap's noise is the median over tokens of the relative L2 distance to the plain
+replay. On SmolLM2-135M this gives 0.7 % (after:2) to 1.9 % (after:29), and real bfloat16 against float32 kernels 0.5 to
+1.5 %: the model is 1.2 to 1.5 times the real thing. Routers of mixtures flip in it as they do between real kernels.
+
+Bands, in multiples of a tap's noise: up to EXPLAINED a deviation is rounding; beyond EXCLUDED it is not, and something
+is wrong; between them the verdict is "unknown" unless the deviation itself has a shape that can be named. EXCLUDED
+times the noise is the detection floor of a change of weights that is not one of the known quantizations
+(align/weights.py).
+
+float32 activations may still have gone through TF32 matrix products, of 10 mantissa bits where bfloat16 has 7: their
+EXPLAINED band is an eighth. Their EXCLUDED band is the same as bfloat16's, since states computed in bfloat16 are often
+stored as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from eyas.align.logits import agree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from eyas.align.forward import ReplayTarget
+
+EXPLAINED = 1.75
+EXCLUDED = 4.0
+STRAY_ERROR = 0.5  # of a row that cannot be the row it should be
+NOISE_SAMPLES = 2
+_TF32_SHARE = 1 / 8
+
+
+def row_errors(candidate: Tensor, reference: Tensor) -> Tensor:
+    """Relative L2 distance of each row, [T, H] against [T, H] (or [n, T, H]): float32 [T] ([n, T]) on the CPU.
+
+    NaN where a row is not finite; inf against a row of zeros.
+    """
+    import torch
+
+    r = reference.float()
+    distance = (candidate.to(r.device).float() - r).norm(dim=-1)
+    error = distance / r.norm(dim=-1)
+    return torch.where(distance == 0, distance, error).cpu()
+
+
+def median_error(errors: Tensor, rows: Tensor | None = None) -> float:
+    """Median over rows but the first (the attention sink, taps/match.py) of row_errors [T]; NaN where none counts."""
+    kept = errors[1:] if rows is None else errors[1:][rows[1:]]
+    kept = kept[~kept.isnan()]
+    return float(kept.median()) if len(kept) else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Per index of ReplayTarget.all_taps, relative."""
+
+    level: tuple[float, ...]
+    tail: tuple[float, ...]  # that 95 % of tokens stay within
+    strays: tuple[float, ...]  # share of tokens that even rounding throws far off: routers that choose other experts
+    top1: float  # share of tokens whose argmax survives rounding
+    lse: float  # and whose logsumexp does (align/logits.py)
+    share: float  # of the level, up to which float32 or 16-bit states are explained
+
+    def explained(self, index: int) -> float:
+        """Errors up to this are rounding."""
+        return EXPLAINED * self.share * self.level[index]
+
+    def excluded(self, index: int) -> float:
+        """Errors beyond this are not rounding."""
+        return EXCLUDED * self.level[index]
+
+
+def measure_noise(target: ReplayTarget, samples: Sequence[Tensor], dtype: str) -> Noise:
+    """Noise of ``target`` for states computed in ``dtype``: the noisiest of ``samples`` (ids, int [T] each), or
+    the upper quartile where there are more than NOISE_SAMPLES."""
+    import torch
+
+    rounding = "float16" if dtype == "float16" else "bfloat16"
+    levels, tails, strays, agreeing = [], [], [], []
+    for seed, ids in enumerate(samples):
+        plain, noisy = target.taps(ids), target.run(ids, rounding=rounding, seed=seed)
+        errors = row_errors(noisy, plain)  # [L+2, T]
+        agreeing.append(
+            torch.stack(agree(target.head, plain[-1], *target.head.top1_and_lse(noisy[-1]))).float().mean(1)
+        )
+        tails.append(errors[:, 1:].nan_to_num(0).quantile(0.95, dim=1))  # [L+2]
+        strays.append((errors[:, 1:] > STRAY_ERROR).float().mean(1))  # [L+2]
+        levels.append(torch.tensor([median_error(tap) for tap in errors]))
+    level = torch.stack(levels).nan_to_num(0).quantile(1.0 if len(samples) <= NOISE_SAMPLES else 0.75, dim=0)
+    # Residual streams do not forget: a tap is as noisy as those before it, which few tokens may show less of.
+    return Noise(
+        level=(*torch.cummax(level[:-1], 0).values.tolist(), float(level[-1])),
+        tail=tuple(torch.stack(tails).amax(0).tolist()),
+        strays=tuple(torch.stack(strays).amax(0).tolist()),
+        top1=float(min(both[0] for both in agreeing)),
+        lse=float(min(both[1] for both in agreeing)),
+        share=_TF32_SHARE if dtype == "float32" else 1.0,
+    )
