@@ -229,3 +229,30 @@ def test_a_signal_seals_what_is_complete_and_exits_75(inputs: Path, tmp_path: Pa
     assert not dataset.problems
     assert 0 < dataset.num_samples < 20_000
     assert f"{dataset.num_samples:,} of" in stdout
+
+
+def test_the_draft_is_checked_before_the_first_token_and_after_the_first_samples(inputs: Path, tmp_path: Path) -> None:
+    assert capture(inputs, tmp_path / "first", "--max-samples", 4).exit_code == 0
+    export = [
+        "export",
+        tmp_path / "first",
+        tmp_path / "draft",
+        "--engine",
+        "sglang@0.5.23",
+        "--target",
+        inputs / "target",
+    ]
+    exported = CliRunner().invoke(main, [str(argument) for argument in export])
+    assert exported.exit_code == 0, exported.output
+    options = ["--draft", tmp_path / "draft", "--serving-engine", "sglang@0.5.23"]
+
+    wrong = capture(inputs, tmp_path / "wrong", *options, "--taps", "after:1,after:3,after:5")
+    assert wrong.exit_code == 3, wrong.output
+    assert "check before the first token" in wrong.stderr
+    assert not (tmp_path / "wrong").exists()
+
+    right = capture(inputs, tmp_path / "right", *options)
+    assert right.exit_code == 0, right.output
+    assert "check after 8 samples" in right.stderr
+    assert "replay slot 0" in right.stderr
+    assert "60 of 60 samples done" in right.stdout

@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "prepare": """--dry-run --json --last-turn-only --max-samples --max-tokens --min-trained-tokens --overlong
         --revision --show --split --strict --target --trust-remote-code --workers""",
-    "capture": """--batch-tokens --codec --codec-threads --convention --device --dp --dry-run --dtype --engine --json
-        --last-hidden --layers --max-rejects --max-runtime --max-samples --no-target-statistics --retry-rejects
-        --revision --shard-size --taps --target --target-statistics --tp --trust-remote-code --worker""",
+    "capture": """--batch-tokens --codec --codec-threads --convention --device --dp --draft --dry-run --dtype --engine
+        --json --last-hidden --layers --max-rejects --max-runtime --max-samples --no-target-statistics --retry-rejects
+        --revision --serving-engine --shard-size --taps --target --target-statistics --tp --trust-remote-code
+        --worker""",
     "status": "--json",
     "standardize": """--codec --convention --dry-run --dtype --from-config --json --last-hidden --layers --shard-size
         --taps --workers""",
