@@ -41,6 +41,7 @@ _OWN_NOISE_RUNS = 3
 _SCALED_SHARE = 0.8  # of the rows that a scale must explain
 _FOLLOWED = 0.2  # by how much rows must be more alike their own token's than another's, in cosine
 _MAX_AROUND = 24  # further samples that are replayed to find rows in
+_LOST_ERROR = 0.8  # of a row that has nothing of its tap
 _MIN_RUN = 4  # rows at an end of a sample that count as one piece
 _PROFILE_ROOM = 1.5  # times the difference of two samples' channel profiles at one tap
 
@@ -161,8 +162,11 @@ class Examiner:
 
     def _match(self, slot: int, sample: int) -> Diagnosis:
         """The tap within rounding, if there is one, and what the rows show by themselves."""
-        match = match_taps(*self._pair(sample, slot), self.target.all_taps)
         defects = self._storage(slot, sample)
+        match = match_taps(*self._pair(sample, slot), self.target.all_taps)
+        if match.best is not None and (lost := self._lost(slot, sample, match)) is not None:
+            defects = (*defects, lost)
+            match = match_taps(*self._pair(sample, slot), self.target.all_taps)
         fitting = [index for index, error in enumerate(match.errors) if error <= self._explained(index)]
         tap = min(fitting, key=lambda index: match.errors[index]) if fitting else None
         declared = self._declared(slot)
@@ -217,24 +221,48 @@ class Examiner:
         errors = self._errors(diagnosis, tap)
         stray = errors > STRAY_ERROR
         stray[0] = False
-        share = float(stray.float().mean())
-        if not bool(stray.any()) or share <= 2 * self.noise.strays[tap]:
-            return self._ragged(diagnosis)
-        found = self._search(sample, slot, stray, taps=[tap])
-        if found is not None and found.share >= 0.5:
-            hit = found.sample >= 0
-            others = hit & (found.sample != sample)
-            if int(others.sum()) >= 0.5 * int(hit.sum()):
-                whose = self._name(int(found.sample[others].mode().values))
-                defect = Defect("rows of another sample", f"{_some(stray)} are those of sample {whose}")
-            else:
-                defect = Defect("rows out of order", f"{_some(stray)} are other rows of the same sample")
-            return replace(diagnosis, defects=(*diagnosis.defects, defect))
-        if (cut := self._cut(diagnosis, errors)) is not None:
-            return _as(diagnosis, tap, cut)
-        if (lost := _at_an_end(stray)) is not None:
-            return _as(diagnosis, tap, lost)
+        if int(stray.sum()) > 2 * self.noise.strays[tap] * len(stray):
+            if (moved := self._moved(sample, slot, tap, stray)) is not None:
+                return replace(diagnosis, defects=(*diagnosis.defects, moved))
+            if (cut := self._cut(diagnosis, errors)) is not None:
+                return _as(diagnosis, tap, cut)
         return self._ragged(diagnosis)
+
+    def _lost(self, slot: int, sample: int, match: Match) -> Defect | None:
+        """Rows at an end of a sample that are not its own, while the rest are: compared no more from here on."""
+        import torch
+
+        assert match.best is not None
+        tap = self._index[match.best]
+        probe = Diagnosis(slot=slot, sample=sample, tap=tap, match=match, defects=())
+        errors = self._errors(probe, tap)
+        run = _run_at_an_end(errors)
+        if run is None:
+            return None
+        rows = torch.zeros(len(errors), dtype=torch.bool)
+        rows[run] = True
+        if not median_error(errors, ~rows) <= self._explained(tap) or self._cut(probe, errors) is not None:
+            return None
+        defect = self._moved(sample, slot, tap, rows)
+        if defect is None:
+            kind: Kind = "prefix missing" if run.start <= 1 else "cut off at the end"
+            defect = Defect(kind, f"{_some(rows)} are no token's states")
+        self.rows(sample, slot)[rows] = float("nan")
+        return defect
+
+    def _moved(self, sample: int, slot: int, tap: int, stray: Tensor) -> Defect | None:
+        """Where rows that are not their token's come from, if they are found."""
+        found = self._search(sample, slot, stray, taps=[tap])
+        if found is None or found.share < 0.5:
+            return None
+        hit = found.sample >= 0
+        if self.target.has_routers and int(hit.sum()) < _MIN_RUN:
+            return None  # a token that was sent elsewhere may come to be like another
+        others = hit & (found.sample != sample)
+        if int(others.sum()) >= 0.5 * int(hit.sum()):
+            whose = self._name(int(found.sample[others].mode().values))
+            return Defect("rows of another sample", f"{_some(stray)} are those of sample {whose}")
+        return Defect("rows out of order", f"{_some(stray)} are other rows of the same sample")
 
     def _ragged(self, d: Diagnosis) -> Diagnosis:
         allowed = 0.2 if self.target.has_routers else 0.1
@@ -659,17 +687,17 @@ class Examiner:
         return None
 
 
-def _at_an_end(stray: Tensor) -> Defect | None:
-    """One run of rows, at the beginning or the end, that are no token's states: memory that was never written."""
-    import torch
-
-    places = torch.nonzero(stray).flatten().tolist()
-    if len(places) < _MIN_RUN or places[-1] - places[0] != len(places) - 1:
-        return None
-    if places[-1] == len(stray) - 1:
-        return Defect("cut off at the end", f"{_some(stray)} are no token's states")
-    if places[0] == 1:  # row 0 is never compared
-        return Defect("prefix missing", f"{_some(stray)} are no token's states")
+def _run_at_an_end(errors: Tensor) -> slice | None:
+    """Rows at the beginning or the end, not more than half, that have nothing of their tap."""
+    lost = (errors > _LOST_ERROR).tolist()
+    first, last = 1, len(lost)  # row 0 is never compared
+    while first < len(lost) and lost[first]:
+        first += 1
+    while last > first and lost[last - 1]:
+        last -= 1
+    for run in (slice(last, len(lost)), slice(1, first)):
+        if _MIN_RUN <= run.stop - run.start <= len(lost) / 2:
+            return run
     return None
 
 
@@ -702,19 +730,22 @@ def _follow(found: Sequence[Diagnosis], num_samples: int) -> list[Diagnosis]:
             of_slot[slot] = next(x for x in strong if x.kind == usual)
 
     def followed(d: Diagnosis, defect: Defect) -> Defect:
-        usual = of_slot.get(d.slot)
-        if defect.kind in _DEVIATIONS and usual is not None and usual.kind not in _DEVIATIONS:
-            return usual
+        in_sample, in_slot = of_sample.get(d.sample), of_slot.get(d.slot)
+        if defect.kind in _DEVIATIONS:
+            if in_sample is not None and in_sample.kind not in (*_DEVIATIONS, *weak):
+                return in_sample
+            return in_slot or defect
         if defect.kind not in weak:
             return defect
-        reason = of_sample.get(d.sample)
-        if reason is None or reason.kind == "other tokens":
-            reason = of_slot.get(d.slot) or reason
-        return reason or defect
+        if in_sample is None or in_sample.kind == "other tokens":
+            return in_slot or in_sample or defect
+        return in_sample
 
     done = []
     for d in found:
         defects = tuple(dict.fromkeys(followed(d, defect) for defect in d.defects))
+        for defect in defects:
+            defects = _unless_explained(defects, defect)
         # A tap that was read off a channel profile is not one that other weights leave to be read.
         done.append(d if defects == d.defects else replace(d, tap=None, defects=defects))
     return done

@@ -17,6 +17,7 @@ from tests.align.states import FAMILIES, LAYERS, World, build_target, make_world
 
 TAPS = (after(0), after(2), after(4))
 LAST = after(LAYERS - 1)
+TARGETS = [("LlamaForCausalLM", "float32"), *((family, "bfloat16") for family in FAMILIES)]
 
 
 @pytest.fixture(scope="session")
@@ -329,8 +330,7 @@ MOE_ONLY: dict[str, tuple[Any, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), TARGETS)
 @pytest.mark.parametrize("name", [*DEFECTS, *MOE_ONLY])
 def test_defect_is_named(
     worlds: Callable[[str, str], tuple[Path, World]], tmp_path: Path, family: str, dtype: str, name: str
@@ -407,8 +407,7 @@ GOOD_TAPS = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), TARGETS)
 @pytest.mark.parametrize("taps", GOOD_TAPS, ids=lambda taps: ",".join(map(str, taps)))
 def test_good_states_give_no_alarm(
     worlds: Callable[[str, str], tuple[Path, World]], tmp_path: Path, family: str, dtype: str, taps: tuple[Tap, ...]
