@@ -575,6 +575,8 @@ class Examiner:
                 continue
             if median_error(row_errors(x[:, place], r), torch.ones(len(x), dtype=torch.bool)) <= self._explained(index):
                 moved = int((place != torch.arange(len(place), device=place.device)).sum())
+                if not moved:  # every channel in its place: what deviates is something else
+                    continue
                 jumps = int((place.diff() != 1).sum())
                 text = f"{moved} of {len(place)} channels of {self.target.all_taps[index]} stand in another place"
                 if jumps < len(place) // 2:
