@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from eyas.capture.engines import create_engine
+from eyas.capture.engines import create_engine, hash_weights
 from eyas.capture.engines.base import Engine, EngineSettings, Forwarded, Rejected, Sealed, Sink, TargetOutline, Work
 from eyas.capture.errors import CaptureFailed, PreparedError
 from eyas.capture.launch import follow_parent
@@ -165,6 +165,9 @@ def planned_identity(config: CaptureConfig, prepared: PreparedSamples, outline: 
         "vocab_size": outline.vocab_size,
     }
     if (config.dataset / IDENTITY_FILE).exists():
+        # Here and not once the target is loaded: where nothing is left to capture it never is.
+        settings = config.settings
+        known["weights_hash"] = hash_weights(config.engine, target=settings.target, revision=settings.revision)
         return _identity(config, prepared, replace(read_identity(config.dataset).target, **known))
     target = TargetIdentity(
         name=config.settings.target,
@@ -188,9 +191,8 @@ def check_identity_early(config: CaptureConfig, planned: DatasetIdentity) -> Non
     if (config.dataset / IDENTITY_FILE).exists():
         create_or_match(config.dataset, planned)
         return
-    others = [
-        path.name for path in config.dataset.glob("*")
-    ]  # what a killed start leaves is hidden or a folder of ours
+    # What a start that was killed leaves is hidden, or a folder of ours.
+    others = [path.name for path in config.dataset.glob("*") if not path.name.startswith(".")]
     if others and not set(others) <= {SHARDS_FOLDER, LEDGER_FOLDER, REJECTS_FOLDER}:
         raise IdentityError(
             f"{config.dataset} is no dataset and not empty (it holds {', '.join(sorted(others)[:3])}): give another OUT"

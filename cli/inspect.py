@@ -75,8 +75,9 @@ def command(dataset: Path, **options: Any) -> None:
     if bad:
         maker = "capture" if report.identity.stage == "captured" else "standardize"
         raise click.ClickException(
-            f"{dataset}: {len(bad):,} bad: {', '.join(problem.where for problem in bad)}. Set bad shards aside "
-            f"(mv SHARD SHARD.corrupt) and run the same eyas {maker} again, which makes their samples anew"
+            f"{dataset}: {len(bad):,} bad: {', '.join(problem.where for problem in bad)}. Run the same eyas {maker} "
+            f"again, which takes in shards without a line and makes what is lost anew; set a shard that is corrupt "
+            f"aside first (mv SHARD SHARD.corrupt)"
         )
 
 
@@ -86,7 +87,8 @@ def _verify(dataset: Path, state: LedgerState, workers: int) -> list[Problem]:
     with Progress("verify", state.num_bytes, "bytes") as progress:
         bad = verify_dataset(dataset, state, workers=workers, on_shard=lambda entry: progress.update(entry.num_bytes))
     # What the ledgers alone show fails a verification too, but for what is a running capture's or harms no reader.
-    return [p for p in state.problems if p.kind not in ("leftover temporary", "duplicate sample")] + bad
+    harmless = ("leftover temporary", "duplicate sample", "set aside")
+    return [problem for problem in state.problems if problem.kind not in harmless] + bad
 
 
 def _inspect_prepared(folder: Path, as_json: bool) -> None:

@@ -50,6 +50,10 @@ def apply_recipe(ctx: click.Context, command: click.Command, recipe: Mapping[str
             raise click.UsageError(
                 f"{RECIPE_FILE}: [{command.name}] has no option {key!r}: expected one of {', '.join(sorted(names))}"
             )
+        if (isinstance(parameter, click.Option) and parameter.is_flag) != isinstance(value, bool) or isinstance(
+            value, dict
+        ):
+            raise click.UsageError(f"{RECIPE_FILE}: [{command.name}] {key} = {value!r} is of the wrong type")
         # A command takes lists as comma-separated text, and a recipe may write them as lists.
         plain = not (parameter.multiple if isinstance(parameter, click.Option) else False) and parameter.nargs == 1
         defaults[parameter.name or key] = ",".join(map(str, value)) if plain and isinstance(value, list) else value

@@ -34,7 +34,9 @@ class TargetIdentity:
     name: str  # as the user gave it; not compared, since a path may differ between machines
     revision: str | None  # hub revision, None for a plain folder
     config_hash: str  # blake2b-128 of config.json's bytes, hex
-    weights_hash: str | None  # blake2b-128 of the weight files' sizes and sampled bytes, hex; None where unknown
+    weights_hash: (
+        str | None
+    )  # blake2b-128 of the weight files' names, sizes and (over 2 GiB: every so many) blocks, hex
     model_class: str  # e.g. LlamaForCausalLM
     num_layers: int
     hidden_size: int

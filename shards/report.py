@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyas.shards.identity import DatasetIdentity, read_identity
+from eyas.shards.identity import DatasetIdentity, IdentityError, read_identity
 from eyas.shards.ledger import LedgerState, Problem, SealedShard, read_ledgers
 from eyas.shards.rejects import read_rejects
 
@@ -82,6 +82,12 @@ def _tap_reports(identity: DatasetIdentity, entries: list[SealedShard]) -> tuple
     num_tokens = sum(entry.num_tokens for entry in entries)
     if not num_tokens:
         return ()
+    strange = [entry.shard for entry in entries if set(names) - entry.statistics.keys()]
+    if strange:
+        raise IdentityError(
+            f"dataset.json names the tensors {', '.join(names)}, and the ledger line of {strange[0]} has others "
+            f"({', '.join(entries[0].statistics)}): dataset.json was changed after the capture; restore it"
+        )
     reports = []
     for name in names:
         means = [entry.statistics[name]["mean_norm"] for entry in entries]

@@ -56,9 +56,13 @@ class Reader:
         self.total: int | None = None
         self.unit = "rows"
         self.fingerprint: dict[str, Any] | None = None
+        if not conversations:
+            raise ConversationsError("CONVERSATIONS is empty: expected a file, a folder, a hub name, or -")
         path = Path(conversations)
         if conversations == STDIN:
             _no_splits(conversations, split)
+            if sys.stdin is None:  # closed by the caller
+                raise ConversationsError("-: standard input is closed: expected JSON lines on it")
             self._rows = _json_lines("stdin", sys.stdin.buffer, None)
         elif path.is_dir():
             self._open_folder(path, split)
@@ -158,6 +162,14 @@ def _json_lines(name: str, file: IO[bytes], raw: IO[bytes] | None) -> Iterator[R
             return
         if not line:
             return
+        if b"\0" in line:
+            if number == 1:
+                raise ConversationsError(
+                    f"{name}: its first line holds NUL bytes, as UTF-16 text does: expected UTF-8. Convert it: "
+                    f"iconv -f UTF-16 -t UTF-8 {name}"
+                )
+            yield RejectedRow(source=f"{name}:{number}", kind="json", reason="NUL bytes: no JSON in UTF-8")
+            continue
         amount, position = (1, 0) if raw is None else (raw.tell() - position, raw.tell())
         if line.strip():
             yield RawRow(source=f"{name}:{number}", body=line, amount=amount)

@@ -1,6 +1,6 @@
 """The engines that can run a target, by name. Each folder has the same file names and is imported only when used.
 
-``load.py`` has ``read_outline``; ``engine.py`` has ``check_settings`` and ``create_engine``.
+``load.py`` has ``read_outline`` and ``hash_weights``; ``engine.py`` has ``check_settings`` and ``create_engine``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ def read_outline(engine: str, *, target: str, revision: str | None, trust_remote
     load: Any = import_module(f"{__name__}.{engine}.load")
     outline: TargetOutline = load.read_outline(target, revision=revision, trust_remote_code=trust_remote_code)
     return outline
+
+
+def hash_weights(engine: str, *, target: str, revision: str | None) -> str | None:
+    """What identifies the target's weights, without loading them (dataset.json's weights_hash)."""
+    load: Any = import_module(f"{__name__}.{engine}.load")
+    digest: str | None = load.hash_weights(target, revision)
+    return digest
 
 
 def check_settings(engine: str, outline: TargetOutline, settings: EngineSettings) -> None:

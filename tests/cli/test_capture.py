@@ -104,6 +104,33 @@ def test_another_target_is_refused(inputs: Path, tmp_path: Path) -> None:
     assert "target.weights_hash" in refused.stderr
 
 
+def test_other_weights_are_refused_where_nothing_is_left_too(inputs: Path, tmp_path: Path) -> None:
+    assert capture(inputs, tmp_path / "out", "--max-samples", 2).exit_code == 0
+    make_target(tmp_path / "other", seed=1)
+    refused = capture(inputs, tmp_path / "out", "--target", tmp_path / "other", "--max-samples", 2)
+    assert refused.exit_code == 1
+    assert "target.weights_hash" in refused.stderr
+
+
+def test_a_few_changed_weights_are_another_target(inputs: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    assert capture(inputs, tmp_path / "out", "--max-samples", 2).exit_code == 0
+    changed = make_target(tmp_path / "changed")
+    weights = load_file(changed / "model.safetensors")
+    weights["model.layers.3.mlp.down_proj.weight"][5:7] *= 3
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    refused = capture(inputs, tmp_path / "out", "--target", changed)
+    assert refused.exit_code == 1
+    assert "target.weights_hash" in refused.stderr
+
+
+def test_a_start_that_failed_does_not_burn_the_folder(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".lock").touch()
+    assert capture(inputs, tmp_path / "out", "--max-samples", 2).exit_code == 0
+
+
 def test_another_tokenizer_is_refused(inputs: Path, tmp_path: Path) -> None:
     target = make_target(tmp_path / "target")
     text = (target / "tokenizer.json").read_text()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-SAMPLED_BLOCK_BYTES = 64 * 1024
-SAMPLED_BLOCKS = 16
+HASHED_BLOCK_BYTES = 64 * 1024
+HASHED_BYTES = 2 << 30
 
 
 def read_outline(target: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetOutline:
@@ -115,24 +115,26 @@ def load_model(
 
 
 def hash_weights(target: str, revision: str | None) -> str | None:
-    """blake2b-128, hex, over the weight files' names, sizes and sampled bytes; None where there are no such files.
+    """blake2b-128, hex, over the weight files' names, sizes and bytes; None where there are no such files.
 
-    Of each file the first block of 64 KiB (a safetensors header starts there) and 16 more, evenly spread to its end,
-    are read: about a megabyte a file, whatever its size.
+    Up to 2 GiB of weights are read whole. Of more, blocks of 64 KiB evenly spread over all of them are, 2 GiB in all,
+    the first and the last of each file among them: of 16 GB every eighth block, of 1 TB one in 32 MB, which a changed
+    tensor of a target that large does not fit between.
     """
     folder = _config_file(target, revision).parent
     files = _weight_files(folder)
     if not files:
         return None
     digest = hashlib.blake2b(digest_size=16)
+    step = max(1, -(-sum(path.stat().st_size for path in files) // HASHED_BYTES))  # of so many blocks, one is read
     for path in files:
         num_bytes = path.stat().st_size
         digest.update(f"{path.relative_to(folder).as_posix()}\0{num_bytes}\0".encode())
-        last = max(0, num_bytes - SAMPLED_BLOCK_BYTES)
+        last = max(0, num_bytes - HASHED_BLOCK_BYTES)
         with open(path, "rb") as file:
-            for offset in sorted({last * block // SAMPLED_BLOCKS for block in range(SAMPLED_BLOCKS + 1)}):
+            for offset in [*range(0, num_bytes, step * HASHED_BLOCK_BYTES), *([last] if step > 1 else [])]:
                 file.seek(offset)
-                digest.update(file.read(SAMPLED_BLOCK_BYTES))
+                digest.update(file.read(HASHED_BLOCK_BYTES))
     return digest.hexdigest()
 
 
