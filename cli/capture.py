@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -86,36 +87,37 @@ def command(**options: Any) -> None:
     from eyas.capture.launch import launch_ranks
     from eyas.capture.ranks import is_launched
 
-    config, outline, planned = _resolve(options)
-    tp, dp = options["tp"], options["dp"]
-    if options["dry_run"]:
-        print_dry_run(_plan_facts(config, outline, tp=tp, dp=dp))
-        return
-    if is_launched():
-        _finish(_capture(config), as_json=options["as_json"])
-        return
-    arguments = click.get_current_context().meta[ARGUMENTS]
-    if options["draft"] is not None or options["serving_engine"] is not None:
-        _check_plan(planned, options)
-        first = min(FIRST_SAMPLES, options["max_samples"] or FIRST_SAMPLES)
+    with stop_on_signals() as stopping:  # from here on: loading libraries and a tokenizer takes seconds
+        config, outline, planned = _resolve(options)
+        tp, dp = options["tp"], options["dp"]
+        if options["dry_run"]:
+            print_dry_run(_plan_facts(config, outline, tp=tp, dp=dp))
+            return
+        if is_launched():
+            _finish(_capture(config, stopping), as_json=options["as_json"])
+            return
+        arguments = click.get_current_context().meta[ARGUMENTS]
+        if options["draft"] is not None or options["serving_engine"] is not None:
+            _check_plan(planned, options)
+            first = min(FIRST_SAMPLES, options["max_samples"] or FIRST_SAMPLES)
+            if tp * dp > 1:
+                status = launch_ranks([*arguments, "--max-samples", str(first), "--max-rejects", "1"], tp * dp)
+                if status != 0:
+                    raise SystemExit(status)
+            else:
+                summary = _capture(replace(config, max_samples=first, max_rejects=1.0), stopping)
+                if summary.stopped is not None:
+                    _finish(summary, as_json=options["as_json"])
+            _check_first_samples(config)
         if tp * dp > 1:
-            status = launch_ranks([*arguments, "--max-samples", str(first), "--max-rejects", "1"], tp * dp)
-            if status != 0:
-                raise SystemExit(status)
-        else:
-            summary = _capture(replace(config, max_samples=first, max_rejects=1.0))
-            if summary.stopped is not None:
-                _finish(summary, as_json=options["as_json"])
-        _check_first_samples(config)
-    if tp * dp > 1:
-        raise SystemExit(launch_ranks(arguments, tp * dp))
-    _finish(_capture(config), as_json=options["as_json"])
+            raise SystemExit(EXIT_STOPPED_EARLY if stopping.is_set() else launch_ranks(arguments, tp * dp))
+        _finish(_capture(config, stopping), as_json=options["as_json"])
 
 
-def _capture(config: CaptureConfig) -> CaptureSummary:
+def _capture(config: CaptureConfig, stopping: threading.Event) -> CaptureSummary:
     from eyas.capture.session import run_capture
 
-    with stop_on_signals() as stopping, _Display() as display:
+    with _Display() as display:
         return run_capture(config, should_stop=stopping.is_set, on_plan=display.plan, on_progress=display.progress)
 
 
