@@ -16,7 +16,7 @@ from eyas.align.readings import ConfigReading, Fragment, fragments, read_config
 from eyas.shards.atomic import publish_new
 from eyas.shards.identity import DatasetIdentity
 from eyas.taps.conventions.numbering import ConventionError
-from eyas.taps.errors import EyasError
+from eyas.taps.errors import EyasError, UsageError
 from eyas.taps.notation import format_taps
 from eyas.taps.target import TargetFacts
 
@@ -48,8 +48,8 @@ def make_draft_config(
     """A Llama-like EAGLE-3 draft of one layer, sized like the target, that ``engine`` feeds ``identity``'s taps.
 
     target: the language model's part of its config.json. Switches of the forward that an engine may lack are off.
-    Raises ExportError where the engine cannot be told the taps, where its releases would be told in different ways, or
-    where it does not load the draft.
+    Raises ExportError where the engine cannot be told the taps or does not load the draft, and UsageError where its
+    releases would be told in different ways and none is given.
     """
     taps = identity.taps
     try:
@@ -58,7 +58,7 @@ def make_draft_config(
         raise ExportError(f"--engine {engine}: {error}") from error
     if len(found) > 1:
         shown = "\n".join(f"  {fragment.label}: {fragment}" for fragment in found)
-        raise ExportError(f"--engine {engine}: its releases read ids in different ways; say which (@VERSION):\n{shown}")
+        raise UsageError(f"--engine {engine}: its releases read ids in different ways; say which (@VERSION):\n{shown}")
     (fragment,) = found
     config = _config(identity, target, draft_vocab_size)
     serving = ""

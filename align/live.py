@@ -34,6 +34,6 @@ class LiveEngine(Protocol):
 def open_live(system: str, *, target: str, draft: Path) -> AbstractContextManager[LiveEngine]:
     """Start ``system`` on ``target`` with the draft in the folder ``draft``. Raises UsageError where it cannot."""
     raise UsageError(
-        f"--engine-live {system}: this eyas cannot run {system} yet; it comes with the extra eyas[{system}]. "
-        f"Until then --engine {system}@VERSION checks what its source says, and --replay what the data are"
+        f"--engine-live {system}: this release of eyas runs no serving engine; a later one will. Until then --engine "
+        f"{system}@VERSION says what its source does with this draft, and --replay what the data are"
     )

@@ -30,7 +30,15 @@ from eyas.shards.identity import (
     create_or_match,
     read_identity,
 )
-from eyas.shards.ledger import LEDGER_FOLDER, SHARDS_FOLDER, Problem, lock_dataset, read_ledgers, recover
+from eyas.shards.ledger import (
+    LEDGER_FOLDER,
+    SHARDS_FOLDER,
+    Problem,
+    check_worker_name,
+    lock_dataset,
+    read_ledgers,
+    recover,
+)
 from eyas.shards.rejects import REJECTS_FOLDER, append_reject, read_rejects
 from eyas.shards.sample import TokenSample
 
@@ -54,6 +62,9 @@ class CaptureConfig:
     max_runtime_seconds: float | None = None
     max_rejects: float = 0.01  # share of the prepared samples
     retry_rejects: bool = False
+
+    def __post_init__(self) -> None:
+        check_worker_name(f"{self.worker}-0")  # before any folder is made
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from eyas.shards.atomic import publish_new
 from eyas.taps.errors import EyasError
-from eyas.taps.notation import Tap, parse_tap, validate_taps
+from eyas.taps.notation import Tap, TapError, parse_tap, validate_taps
 
 FORMAT_VERSION = 1
 IDENTITY_FILE = "dataset.json"
@@ -147,6 +147,8 @@ class DatasetIdentity:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise IdentityError(f"{where}: a field is missing or of the wrong kind ({error})") from error
+        except TapError as error:
+            raise IdentityError(f"{where}: {error}") from error
 
 
 def read_identity(dataset: Path) -> DatasetIdentity:

@@ -29,7 +29,7 @@ from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, publish, remove_t
 from eyas.shards.errors import HeldError, LedgerError, ShardError
 from eyas.shards.identity import DatasetIdentity
 from eyas.shards.sample import parse_sample_ids
-from eyas.taps.errors import EyasError
+from eyas.taps.errors import EyasError, UsageError
 
 SHARDS_FOLDER = "shards"
 LEDGER_FOLDER = "ledger"
@@ -167,6 +167,15 @@ def read_ledgers(dataset: Path) -> LedgerState:
     return state
 
 
+def check_worker_name(worker: str) -> None:
+    """Refuse a name that cannot begin file names. Raises UsageError."""
+    if not _WORKER_NAME.fullmatch(worker):
+        raise UsageError(
+            f"worker name {worker!r}: expected letters, digits, dots, dashes and underscores, at most 200 in all, the "
+            f"first a letter or digit"
+        )
+
+
 class WorkerLedger:
     """The ledger of one worker, held exclusively: whoever holds it alone writes shards under the worker's name.
 
@@ -174,10 +183,7 @@ class WorkerLedger:
     """
 
     def __init__(self, dataset: Path, worker: str) -> None:
-        if not _WORKER_NAME.fullmatch(worker):
-            raise EyasError(
-                f"worker name {worker!r}: expected letters, digits, dots, dashes and underscores, at most 200 in all"
-            )
+        check_worker_name(worker)
         self.dataset, self.worker = dataset, worker
         for folder in (SHARDS_FOLDER, LEDGER_FOLDER):
             (dataset / folder).mkdir(parents=True, exist_ok=True)

@@ -17,10 +17,10 @@ from functools import total_ordering
 from itertools import pairwise
 from typing import Literal
 
-from eyas.taps.errors import EyasError
+from eyas.taps.errors import UsageError
 
 
-class TapError(EyasError):
+class TapError(UsageError):
     """A tap, or a list of taps, that names no tensor of the target or would be reordered by an engine."""
 
 

@@ -86,7 +86,9 @@ def _from_config(path: Path, convention: str | None, target: TargetFacts) -> tup
     try:
         config = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise EyasError(f"--from-config {path}: no such file; expected a draft's config.json or its folder") from error
+        raise TapOptionsError(
+            f"--from-config {path}: no such file; expected a draft's config.json or its folder"
+        ) from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise EyasError(f"--from-config {path}: not JSON ({error})") from error
     if not isinstance(config, dict):

@@ -155,8 +155,12 @@ def test_a_folder_that_is_no_dataset_is_left_alone(inputs: Path, tmp_path: Path)
         (["--layers", "1,2,3"], 2, "a bare layer number means another tensor in every system"),
         (["--taps", "1,2,3"], 2, "a bare layer number means another tensor in every system"),
         (["--layers", "2,3,4", "--taps", "default"], 2, "give one of them"),
-        (["--taps", "after:8"], 1, "tap after:8 does not exist: the target has 8 layers"),
-        (["--taps", "after:3,after:1"], 1, "use after:1,after:3"),
+        (["--taps", "middle"], 2, "expected embed, after:J"),
+        (["--last-hidden", "first"], 2, "expected embed, after:J"),
+        (["--worker", "../x"], 2, "worker name '../x-0'"),
+        (["--worker", ".hidden"], 2, "the first a letter or digit"),
+        (["--taps", "after:8"], 2, "tap after:8 does not exist: the target has 8 layers"),
+        (["--taps", "after:3,after:1"], 2, "use after:1,after:3"),
         (["--tp", "3"], 1, "4 attention heads"),
         (["--codec", "zstd"], 1, "codec zstd stores bfloat16 only"),
         (["--last-hidden", "after:3"], 1, "expected after:7 or final"),
@@ -171,7 +175,7 @@ def test_wrong_options_are_refused_before_anything_is_written(
     refused = capture(inputs, tmp_path / "out", *options)
     assert refused.exit_code == status, refused.output
     assert message in refused.stderr
-    assert not (tmp_path / "out" / "dataset.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_convention_numbers_name_the_same_taps(inputs: Path, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_options_that_are_refused(options: dict[str, Any], error: type[EyasError
 def test_contradictions_are_wrong_usage() -> None:
     assert issubclass(TapOptionsError, UsageError)
     assert issubclass(ConventionError, UsageError)
+    assert issubclass(TapError, UsageError)
 
 
 @pytest.mark.parametrize("options", [{"layers": "2,30,58"}, {"taps": "2,30,58"}])
