@@ -25,18 +25,20 @@ class ConfigReading:
     label: str  # e.g. "vllm 0.32.0, model runner V1"
     source: str  # the files of that system
     place: str | None  # the key it takes the ids from; None: it takes its default
-    ids: tuple[int, ...] | None
+    stands: Any  # what stands there
     ignored: str | None  # a key with ids that it does not look at
     taps: tuple[Tap, ...] | None
     problem: str = ""  # why there are none
+    note: str = ""  # when it does something else, in words
 
     @property
     def outcome(self) -> str:
         """What it does, without its name."""
-        how = f"reads {self.place} {list(self.ids or ())} as" if self.place else "takes its default:"
+        how = f"reads {self.place} {self.stands} as" if self.place else "takes its default:"
         if self.place is None and self.ignored:
             how = f"ignores {self.ignored} and takes its default:"
-        return f"{how} {format_taps(self.taps) if self.taps is not None else f'nothing it can feed ({self.problem})'}"
+        taps = format_taps(self.taps) if self.taps is not None else f"nothing it can feed ({self.problem})"
+        return f"{how} {taps}" + (f" ({self.note})" if self.note else "")
 
     @property
     def cite(self) -> str:
@@ -66,16 +68,13 @@ def read_config(config: Mapping[str, Any], engine: Engine, target: TargetFacts) 
     stand_in = {place: value for place in PLACES if (value := look_up(config, place)) not in (None, [])}
     found = []
     for reader, entry, name in _rows(engine, target):
-        place = next(
-            (p for p in reader.places if look_up(config, p) not in (None, *([[]] if reader.empty_is_default else []))),
-            None,
-        )
-        ignored = next((p for p in stand_in if p not in reader.places), None) if place is None else None
-        ids, taps, problem = None, None, ""
+        own = reader.find(config)
+        place = own[0] if own is not None else None
+        ignored = next(iter(stand_in), None) if own is None else None
+        taps, problem = None, ""
         try:
-            if place is not None:
-                ids = _ids(look_up(config, place), place)
-                taps = entry.rule.taps(ids, target.num_layers)
+            if own is not None:
+                taps = entry.rule.taps(reader.ids(*own), target.num_layers)
             elif all(place.startswith(SERVING_CONFIG) for place in reader.places):
                 problem = f"it takes {reader.places[0]} from its own configuration, which is not kept with the draft"
             else:
@@ -87,10 +86,11 @@ def read_config(config: Mapping[str, Any], engine: Engine, target: TargetFacts) 
                 label=name,
                 source=" and ".join(dict.fromkeys([reader.source, entry.source])),
                 place=place,
-                ids=ids,
+                stands=own[1] if own is not None else None,
                 ignored=ignored,
                 taps=taps,
                 problem=problem,
+                note=entry.note,
             )
         )
     return found
@@ -137,13 +137,7 @@ def describe_fragments(engine: Engine, taps: Sequence[Tap], target: TargetFacts)
 def _rows(engine: Engine, target: TargetFacts) -> Iterator[tuple[Reader, Entry, str]]:
     system, version = parse_convention(engine.convention)
     for reader in of_version(system.readers, version):
-        for entry in of_version(of_target(system.entries, target), version):
+        for entry in of_version(of_target(system, target), version):
             versions = overlap(entry.versions, reader.versions)
             if versions != "none":
-                yield reader, entry, label(system.name, versions, reader.variant)
-
-
-def _ids(value: Any, place: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
-        raise ConventionError(f"{place} is {value!r}, expected a list of integers")
-    return tuple(value)
+                yield reader, entry, label(system.name, versions, reader.variant, entry.variant)

@@ -29,7 +29,7 @@ from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, publish, remove_t
 from eyas.shards.errors import HeldError, LedgerError, ShardError
 from eyas.shards.identity import DatasetIdentity
 from eyas.shards.sample import parse_sample_ids
-from eyas.taps.errors import EyasError, UsageError
+from eyas.taps.errors import UsageError
 
 SHARDS_FOLDER = "shards"
 LEDGER_FOLDER = "ledger"

@@ -91,8 +91,9 @@ def _cause(reading: ConfigReading, captured: Sequence[Tap]) -> str:
     taps = reading.taps
     if taps is None:
         why = reading.problem
-        if reading.ids and reading.ids[0] < 0 and len(reading.ids) > len(captured):
-            why = f"{reading.ids[0]} in front adds a slot that was never captured, and names no layer here: {why}"
+        ids = reading.stands if isinstance(reading.stands, list) else []
+        if len(ids) > len(captured) and isinstance(ids[0], int) and ids[0] < 0:
+            why = f"{ids[0]} in front adds a slot that was never captured, and names no layer here: {why}"
     elif len(taps) != len(captured):
         why = f"{len(taps)} taps where {len(captured)} were captured"
     else:

@@ -69,7 +69,7 @@ def readings(ids: Sequence[int], target: TargetFacts) -> list[Reading[Tap]]:
     """What every system, in every release that was read, makes of ``ids`` for ``target``."""
     found: list[Reading[Tap]] = []
     for system in SYSTEMS.values():
-        entries = of_target(system.entries, target)
+        entries = of_target(system, target)
         if not entries:
             found.append(Reading(label=system.name, value=None, problem="unknown: no source was read for this model"))
         found += [_try(_label(system, e, target), e.rule.says, e.rule.taps, ids, target.num_layers) for e in entries]
@@ -107,16 +107,19 @@ def read_draft_config(
     found: list[Reading[Tap]] = []
     ignored: set[str | None] = set()
     for reader in readers:
-        own = [p for p in reader.places if p in standing and (standing[p] or not reader.empty_is_default)]
-        elsewhere = [p for p in standing if p not in reader.places and standing[p]]
-        ignored.add(elsewhere[0] if elsewhere and not own else None)
+        own = reader.find(config)
+        elsewhere = [place for place, value in standing.items() if value]  # where none of them counts
+        ignored.add(elsewhere[0] if elsewhere and own is None else None)
         for entry in entries:
             versions = overlap(entry.versions, reader.versions)
             if versions == "none":
                 continue
-            name = label(system.name, versions, reader.variant)
-            if own:
-                ids = _ids(standing[own[0]], own[0], where)
+            name = label(system.name, versions, reader.variant, entry.variant)
+            if own is not None:
+                try:
+                    ids = reader.ids(*own)
+                except ConventionError as error:
+                    raise ConventionError(f"{where}: {error}") from error
                 found.append(_try(f"{name}, reads {own[0]}", entry.rule.says, entry.rule.taps, ids, target.num_layers))
             else:
                 why = f"ignores {elsewhere[0]}" if elsewhere else "finds no ids"
@@ -161,12 +164,12 @@ def _agreed(found: Sequence[Reading[T]], what: str, write: Callable[[tuple[T, ..
 
 
 def _label(system: System, entry: Entry, target: TargetFacts) -> str:
-    return label(system.name, entry.versions, "" if target.is_named else f"as in {entry.source}")
+    return label(system.name, entry.versions, entry.variant, "" if target.is_named else f"as in {entry.source}")
 
 
 def _entries(convention: str, target: TargetFacts) -> tuple[System, list[Entry]]:
     system, version = parse_convention(convention)
-    of_this_target = of_target(system.entries, target)
+    of_this_target = of_target(system, target)
     if not of_this_target:
         raise ConventionError(
             f"--convention {convention}: how {system.name} reads ids for {target} is unknown, since no source was read "
@@ -183,12 +186,6 @@ def _entries(convention: str, target: TargetFacts) -> tuple[System, list[Entry]]
             f"these, name that one (--convention {nearest}); else name the taps with --taps"
         )
     return system, entries
-
-
-def _ids(value: Any, place: str, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
-        raise ConventionError(f"{where}: {place} is {value!r}, expected a list of integers")
-    return tuple(value)
 
 
 def _misplaced(where: str, places: Sequence[str], system: System, found: Sequence[Reading[Tap]]) -> str:

@@ -7,7 +7,7 @@ readings; one before the first or after the last is unknown, since no source bac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from packaging.version import Version
@@ -33,6 +33,8 @@ class Entry:
     rule: Rule
     default_taps: Callable[[int], tuple[Tap, ...]] | None  # of L, where no ids are configured
     source: str  # file
+    variant: str = ""  # which of the system's code paths, where they differ
+    note: str = ""  # when it does something else with these ids, in words
 
     def default(self, num_layers: int) -> tuple[Tap, ...]:
         """The taps captured where no ids are configured. Raises ConventionError, or TapError for too few layers."""
@@ -47,9 +49,27 @@ class Reader:
 
     versions: Versions
     variant: str = ""  # which of the system's code paths, where they differ
-    places: tuple[str, ...]  # dotted keys; the first that is set counts
+    places: tuple[str, ...]  # dotted keys; the first that is set counts, and is the one that is written
+    added: Mapping[str, int] = field(default_factory=dict)  # place -> what is added to its ids before they are read
+    only_with: Mapping[str, str] = field(default_factory=dict)  # place -> the key without which it is not looked at
     empty_is_default: bool = False  # whether [] means the default taps
     source: str
+
+    def find(self, config: Mapping[str, Any]) -> tuple[str, Any] | None:
+        """The place in ``config`` that counts, and what stands there; None: the default taps are kept."""
+        for place in self.places:
+            value = look_up(config, place)
+            if place in self.only_with and look_up(config, self.only_with[place]) is None:
+                continue
+            if value is not None and (value != [] or not self.empty_is_default):
+                return place, value
+        return None
+
+    def ids(self, place: str, value: Any) -> tuple[int, ...]:
+        """The ids that ``value``, which stands at ``place``, is read as. Raises ConventionError for no list of ids."""
+        if not isinstance(value, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+            raise ConventionError(f"{place} is {value!r}, expected a list of integers")
+        return tuple(i + self.added.get(place, 0) for i in value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +79,7 @@ class System:
     name: str
     entries: tuple[Entry, ...]
     readers: tuple[Reader, ...]  # empty: it reads no ids from a draft's config
+    unread: frozenset[str] = frozenset()  # model classes that it reads in ways of their own, which were not read
 
 
 T = TypeVar("T", bound=Versioned)
@@ -80,15 +101,17 @@ def of_version(rows: Sequence[T], version: Version | None) -> list[T]:
     return [row for first, last, row in spans if last == below or first == above]
 
 
-def of_target(entries: Sequence[Entry], target: TargetFacts) -> list[Entry]:
+def of_target(system: System, target: TargetFacts) -> list[Entry]:
     """The entries for ``target``: by its class, else its model types, else the general ones; all if it is unnamed."""
     if not target.is_named:
-        return list(entries)
+        return list(system.entries)
     for names in ({target.model_class}, set(target.model_types)):
-        named = [entry for entry in entries if entry.models is not None and entry.models & names]
+        named = [entry for entry in system.entries if entry.models is not None and entry.models & names]
         if named:
             return named
-    return [entry for entry in entries if entry.models is None]
+        if system.unread & names:
+            return []
+    return [entry for entry in system.entries if entry.models is None]
 
 
 def overlap(a: Versions, b: Versions) -> Versions | Literal["none"]:
@@ -99,13 +122,13 @@ def overlap(a: Versions, b: Versions) -> Versions | Literal["none"]:
     return (first, last) if Version(first) <= Version(last) else "none"
 
 
-def label(system: str, versions: Versions, variant: str = "") -> str:
+def label(system: str, versions: Versions, *variants: str) -> str:
     """``sglang 0.5.1 to 0.5.12.post1``, ``vllm 0.32.0, model runner V1``, ``trtllm (release unknown)``."""
     if versions is None:
         text = f"{system} (release unknown)"
     else:
         text = f"{system} {versions[0]}" if versions[0] == versions[1] else f"{system} {versions[0]} to {versions[1]}"
-    return f"{text}, {variant}" if variant else text
+    return ", ".join([text, *filter(None, variants)])
 
 
 def look_up(config: Mapping[str, Any], place: str) -> Any:

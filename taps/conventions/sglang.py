@@ -15,7 +15,10 @@ Read in srt/models/ of 0.5.1, 0.5.2, 0.5.3, 0.5.6 and every release from 0.5.9 t
     kimi_k25.py                           hands ids to its language model (a DeepseekV3ForCausalLM) from 0.5.10 on;
                                           0.5.9 has the language model's reading but no way to it from a config
 
-A class that inherits from these reads ids as they do. Everything else is unknown here.
+A class that inherits from these reads ids as they do. Everything else is unknown here. With pipeline parallelism the
+setters do nothing but on the last stage, and ids keep counting layers of the whole model: layers of other stages are
+missing. DFlash drafts go through ``set_dflash_layers_to_capture`` (k is after:k on all of these, from
+``dflash_config.target_layer_ids``), which is not read here.
 
 The draft's config: model_executor/model_runner.py, later model_executor/model_runner_components/
 spec_aux_hidden_state.py, look up ``eagle_config.eagle_aux_hidden_state_layer_ids`` and nothing else; without it the

@@ -5,6 +5,9 @@ models/eagle3/config.py) ids go to vLLM as they are, so they count as vLLM's: 0 
 output before the norm (0.9.0 checks that range; the trainer applies the verifier's norm itself). Its default is
 2, L//2, L-3, and the draft's config holds them at the top level.
 
+DFlash drafts (models/dflash/config.py, read in 0.9.0) keep their ids in ``aux_hidden_state_layer_ids``, in the same
+numbering; vLLM's converter takes them raw and gives the draft's own code ``dflash_config.target_layer_ids``, one less.
+
 Up to 0.4.0 data generation had a forward of its own (data_generation/custom_worker.py) which kept the *output* of layer
 k, under ids that look like vLLM's (data_generation/vllm_hidden_states_generator.py: 2, L//2, L-3, and L-1 for the last
 hidden state). Data made by it are one layer later than vLLM feeds a draft with the same ids.
@@ -54,8 +57,13 @@ CONVENTION = System(
             source="data_generation/config_generator.py",
         ),
         Reader(
-            versions=("0.5.0", "0.9.0"),
+            versions=("0.5.0", "0.7.0"),
             places=("eagle_aux_hidden_state_layer_ids",),
+            source="models/eagle3/config.py",
+        ),
+        Reader(
+            versions=("0.9.0", "0.9.0"),
+            places=("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"),
             source="models/eagle3/config.py",
         ),
     ),

@@ -49,7 +49,8 @@ MATRIX: list[tuple[str, TargetFacts, str, str | None]] = [
     ("vllm", KIMI, "3,31,59", "after:2,after:30,after:58"),
     ("vllm", LLAMA, "2,16,29", "after:1,after:15,after:28"),
     ("vllm@0.32.0", LLAMA, "0,32", "embed,after:31"),
-    ("vllm@0.32", OTHER, "0,40", "embed,after:39"),
+    ("vllm@0.32", OTHER, "1,40", "after:0,after:39"),
+    ("vllm@0.32", OTHER, "0,40", REFUSED),  # by its own code embed, by the transformers backend nothing
     ("vllm@0.17.0", LLAMA, "0,16", REFUSED),
     ("vllm@0.17.0", LLAMA, "16,32", REFUSED),
     ("vllm", LLAMA, "0,16", REFUSED),  # read differently by releases
@@ -108,12 +109,14 @@ MATRIX: list[tuple[str, TargetFacts, str, str | None]] = [
     # sglang, minimax_m3_vl
     ("sglang@0.5.23", MINIMAX_M3_VL, "2,30,57", "after:2,after:30,after:57"),
     # trainers
-    ("specforge", KIMI, "2,30,58", "after:2,after:30,after:58"),
+    ("specforge", KIMI, "2,30,58", "after:1,after:29,after:57"),  # through SGLang 0.5.14
     ("specforge", KIMI, "2,30", REFUSED),
-    ("torchspec", KIMI, "0,60", "after:0,after:60"),
+    ("torchspec", KIMI, "0,59", "after:0,after:59"),
+    ("torchspec", KIMI, "0,60", REFUSED),  # never met through SGLang
     ("modelopt", KIMI, "2,30,58", "after:2,after:30,after:58"),
     ("modelopt", KIMI, "61", REFUSED),
-    ("trtllm", KIMI, "2,30,-1", "after:2,after:30,final"),
+    ("trtllm", KIMI, "2,30,60", "after:2,after:30,after:60"),
+    ("trtllm", KIMI, "2,30,-1", REFUSED),  # with one model -1 goes first
     ("trtllm", KIMI, "-2", REFUSED),
     ("trtllm@1.2.0", KIMI, "2", REFUSED),  # no release is tied to what was read
     ("eagle", LLAMA, "2,16,29", "after:1,after:15,after:28"),
@@ -272,7 +275,7 @@ CONFIGS: list[tuple[dict[str, Any], str, str, str]] = [
     (NESTED, "sglang@0.5.23", "after:1,after:29,after:57", ""),
     (NESTED, "sglang", "", READ_DIFFERENTLY),
     (NESTED, "modelopt", "after:2,after:30,after:58", ""),
-    (NESTED, "specforge", "after:2,after:30,after:58", ""),
+    (NESTED, "specforge", "after:1,after:29,after:57", ""),
     (NESTED, "speculators@0.9.0", "", MISPLACED),
     # vLLM 0.32: one runner takes the nested ids raw, the other ignores them and takes its default
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 31, 59]}}, "vllm@0.32.0", "", "model runner V2"),
@@ -294,7 +297,7 @@ CONFIGS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"eagle_aux_hidden_state_layer_ids": [31, 3, 59]}, "vllm", "", "write 3,31,59"),
     ({"eagle_aux_hidden_state_layer_ids": [3, 3, 59]}, "vllm", "", "write 3,59"),
     ({"inference": {"aux_hidden_states_layers": [2, 30, 58]}}, "torchspec", "after:2,after:30,after:58", ""),
-    ({"speculative_config": {"eagle3_layers_to_capture": [2, 30, -1]}}, "trtllm", "after:2,after:30,final", ""),
+    ({"speculative_config": {"eagle3_layers_to_capture": [2, 30, -1]}}, "trtllm", "", "two models"),
 ]  # fmt: skip
 
 
