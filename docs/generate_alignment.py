@@ -77,10 +77,10 @@ def loaders() -> str:
             _label(loader.system, loader.versions),
             loader.family,
             *(_flag(loader, name) for name in FLAGS),
-            {"dropped": "dropped in silence", "refused": "refused", "unknown": "unknown"}[loader.unknown_tensors],
+            {"dropped": "dropped in silence", "refused": "refused"}[loader.unknown_tensors],
             "the target's" if loader.embeddings == "target" else "own, else the target's",
             {"target": "the target's", "random": "random"}[loader.missing_head],
-            "both" if loader.reads_rope_parameters else "`rope_theta`, `rope_scaling`",
+            {True: "both", False: "`rope_theta`, `rope_scaling`", None: "unknown"}[loader.reads_rope_parameters],
             f"`{loader.source}`",
         )
         for loader in tables

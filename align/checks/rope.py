@@ -47,6 +47,15 @@ def _read(loading: Loading, draft: Draft, declared: Rope) -> Finding:
     keys = [f'"rope_theta": {declared.theta or _DEFAULT_THETA:g}']
     if declared.scaling is not None:
         keys.append(f'"rope_scaling": {_json(declared)}')
+    if loader.reads_rope_parameters is None:
+        return Finding(
+            check="rope",
+            status="unknown",
+            found=f"whether {loader.label} reads rope_parameters was not read",
+            expected=f"{_filled(declared)}, as it says",
+            mend=", ".join(keys),
+            source=loader.cite,
+        )
     return Finding(
         check="rope",
         status="mismatch",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from eyas.align.checks.releases import over_releases
 from eyas.align.checks.subject import Subject
 from eyas.align.draft import Draft
-from eyas.align.loaders.base import Loading
+from eyas.align.loaders.base import Loader, Loading
 from eyas.align.verdict import Finding
 
 
@@ -59,28 +59,29 @@ def _names(loading: Loading) -> list[Finding]:
                 found=f"{loader.label} drops {_listed(loading.dropped)} without a word",
                 expected="every trained tensor is used",
                 consequence="the engine runs another draft than the one that was trained",
-                mend=_dropped_mend(loading),
+                mend=_unused_mend(loader, loading.dropped),
                 source=loader.cite,
             )
         )
     if loading.unknown:
-        unread = loader.unknown_tensors == "unknown"
         found.append(
             Finding(
                 check="draft tensors refused",
-                status="unknown" if unread else "mismatch",
+                status="mismatch",
                 found=f"{loader.label} has no parameter for {_listed(loading.unknown)}",
                 expected="names that it knows: " + _listed([*loading.expected]),
-                consequence="what it does with them was not read" if unread else "the engine refuses the draft",
-                mend=_unknown_mend(loading),
+                consequence="the engine refuses the draft",
+                mend=_unused_mend(loader, loading.unknown),
                 source=loader.cite,
             )
         )
     return found
 
 
-def _dropped_mend(loading: Loading) -> str:
-    names, loader = loading.dropped, loading.loader
+def _unused_mend(loader: Loader, names: Sequence[str]) -> str:
+    """What to do about tensors that the engine has no use for."""
+    if "model." not in loader.prefixes and any(name.startswith("model.") for name in names):
+        return "remove the prefix model. from the names (this engine adds it)"
     if any(name.startswith(("layers.", "model.layers.")) for name in names) and "layers.{i}." not in loader.layer_names:
         return "rename layers.0.* to midlayer.*, or serve with a release that knows both"
     if any("_norm." in name and "self_attn" in name for name in names):
@@ -94,28 +95,19 @@ def _dropped_mend(loading: Loading) -> str:
     return "rename the tensors as the engine knows them, or remove them if they are not part of the draft"
 
 
-def _unknown_mend(loading: Loading) -> str:
-    prefixed = [name for name in loading.unknown if name.startswith("model.")]
-    if prefixed and "model." not in loading.loader.prefixes:
-        return "remove the prefix model. from the names (this engine adds it)"
-    return _dropped_mend(Loading(**{**vars(loading), "dropped": loading.unknown}))
-
-
 def _missing(loading: Loading) -> list[Finding]:
     if not loading.missing:
         return []
-    loader, unread = loading.loader, loading.loader.missing_tensors == "unknown"
     return [
         Finding(
             check="draft tensors missing",
-            status="unknown" if unread else "mismatch",
+            status="mismatch",
             found=f"the checkpoint has no {_listed(loading.missing)}",
-            expected=f"all that {loader.label} builds",
-            consequence="what it does without them was not read"
-            if unread
-            else "the engine does not notice: norms are ones, matrices what was in memory, and no token is accepted",
+            expected=f"all that {loading.loader.label} builds",
+            consequence="the engine does not notice: norms are ones, matrices what was in memory, and no token is "
+            "accepted",
             mend="save these tensors with the checkpoint, or turn the switch off that asks for them",
-            source=loader.cite,
+            source=loading.loader.cite,
         )
     ]
 

@@ -19,7 +19,7 @@ TABLES: dict[str, tuple[Loader, ...]] = {
 def known_architectures(engine: Engine) -> list[str]:
     """The draft architectures that ``engine`` loads, in the releases that were read."""
     return sorted(
-        {name for loader in of_version(TABLES[engine.system], engine.version) for name in loader.architectures or ()}
+        {name for loader in of_version(TABLES[engine.system], engine.version) for name in loader.architectures}
     )
 
 
@@ -31,7 +31,7 @@ def loaders_for(engine: Engine, draft: Draft) -> list[Loader]:
     return [
         loader
         for loader in of_version(TABLES[engine.system], engine.version)
-        if loader.architectures is None or loader.architecture(draft.config) in loader.architectures
+        if loader.architecture(draft.config) in loader.architectures
     ]
 
 
@@ -40,4 +40,4 @@ def trainer_of(draft: Draft) -> Loader | None:
     if not draft.config.is_speculators:
         return None
     tables = speculators.LOADERS
-    return next((table for table in tables if table.architecture(draft.config) in (table.architectures or ())), None)
+    return next((table for table in tables if table.architecture(draft.config) in table.architectures), None)

@@ -56,7 +56,7 @@ class Loader:
     versions: Versions
     source: str  # file of the system
     family: Family
-    architectures: frozenset[str] | None  # names it knows this family by; None: not known
+    architectures: frozenset[str]  # names it knows this family by
     view: Callable[[DraftConfig], Mapping[str, Any]] = _raw  # the config as the system's model code sees it
     architecture: Callable[[DraftConfig], str | None] = _first_architecture  # the name it looks up
     prefixes: tuple[str, ...] = ("",)  # before any tensor's name but lm_head's
@@ -65,12 +65,11 @@ class Loader:
     max_layers: int | None = None
     num_taps_places: tuple[str, ...] = ()  # where it finds how many taps fc takes: a number or a list; else 3
     flags: Mapping[str, Flag]
-    reads_rope_parameters: bool  # else rope_theta and rope_scaling alone
+    reads_rope_parameters: bool | None  # else rope_theta and rope_scaling alone; None: not known
     reads_attention_bias: bool
     later_layer_norm: str  # which norm layers after the first have before attention
-    unknown_tensors: Literal["dropped", "refused", "unknown"]
+    unknown_tensors: Literal["dropped", "refused"]
     dropped: tuple[str, ...]  # parts of names that it drops without a word, whatever it does with unknown ones
-    missing_tensors: Literal["random", "unknown"]
     embeddings: Literal["target", "own"]  # own: the checkpoint's if there, else the target's
     missing_head: Literal["target", "random"]  # what lm_head is where the checkpoint has none and a draft vocabulary
     head_without_draft_vocab: Literal["own", "target"]  # whose lm_head counts where draft_vocab_size is null

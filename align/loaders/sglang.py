@@ -42,7 +42,6 @@ def _llama(first: str, last: str, **differences: object) -> Loader:
         "later_layer_norm": "hidden_norm",
         "unknown_tensors": "dropped",
         "dropped": (),
-        "missing_tensors": "random",
         "embeddings": "target",
         "missing_head": "random",
         "head_without_draft_vocab": "target",

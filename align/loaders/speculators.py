@@ -25,7 +25,6 @@ def _loader(family: Family) -> Loader:
         later_layer_norm="input_layernorm",
         unknown_tensors="dropped",
         dropped=(),
-        missing_tensors="random",
         embeddings="own",
         missing_head="target",
         head_without_draft_vocab="own",

@@ -80,7 +80,6 @@ def _loader(version: str, family: Family, architectures: frozenset[str], **diffe
         reads_attention_bias=family != "deepseek",
         later_layer_norm="input_layernorm",
         unknown_tensors="refused",
-        missing_tensors="random",
         embeddings="own",
         missing_head="target",
         head_without_draft_vocab="own",

@@ -485,6 +485,37 @@ CASES = [
         tensors=lambda: draft_tensors(verifier_norm__weight=zeros(H)),
     ),
     Case(
+        "switches-where-trtllm-does-not-look",
+        "trtllm",
+        {"taps": ("unknown",), "norm_before_fc": ("mismatch", "computes with it off", '"eagle_config"')},
+        config=draft_config(norm_before_fc=True),
+        tensors=None,
+    ),
+    Case(
+        "prefix-in-trtllm",
+        "trtllm",
+        {
+            "taps": ("unknown",),
+            "draft tensors dropped": ("mismatch", "model.fc.weight"),
+            "draft tensors missing": ("mismatch", "fc.weight"),
+        },
+        tensors=lambda: {("model." if n == "fc.weight" else "") + n: t for n, t in draft_tensors().items()},
+    ),
+    Case(
+        "lm-head-missing-in-trtllm",
+        "trtllm",
+        {"taps": ("unknown",), "draft lm_head": ("mismatch", "takes the target's head")},
+        tensors=lambda: draft_tensors(lm_head__weight=None),
+    ),
+    Case("layers-0-in-trtllm", "trtllm", {"taps": ("unknown",)}, tensors=lambda: draft_tensors(layer="layers.0")),
+    Case("mla-in-trtllm", "trtllm", {"taps": ("unknown",)}, config=mla_config(), tensors=mla_tensors),
+    Case(
+        "rope-parameters-in-trtllm",
+        "trtllm",
+        {"taps": ("unknown",), "rope": ("unknown", '"rope_theta": 500000')},
+        config=draft_config(rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+    ),
+    Case(
         "quantized-draft",
         "vllm@0.32.0",
         {"draft tensors": ("unknown", "quantized")},
