@@ -93,7 +93,7 @@ def _cause(reading: ConfigReading, captured: Sequence[Tap]) -> str:
         why = reading.problem
         ids = reading.stands if isinstance(reading.stands, list) else []
         if len(ids) > len(captured) and isinstance(ids[0], int) and ids[0] < 0:
-            why = f"{ids[0]} in front adds a slot that was never captured, and names no layer here: {why}"
+            why = f"{ids[0]} in front adds a slot that was never captured: {why}"
     elif len(taps) != len(captured):
         why = f"{len(taps)} taps where {len(captured)} were captured"
     else:

@@ -4,6 +4,8 @@ Read in srt/models/ of 0.5.1, 0.5.2, 0.5.3, 0.5.6 and every release from 0.5.9 t
 0.5.15.post1 (0.4.7 takes no ids at all):
 
     llama.py, qwen2.py, qwen3.py, ...     k is after:k; L-1 marks a layer L that is never met, in silence
+    llama.py, deepseek_v2.py, gpt_oss.py  -1 marks layer 0, which has no residual yet: a TypeError in 0.5.9, with
+                                          llama.py still in 0.5.14; qwen2.py takes the embedding there. Refused here
     qwen2_moe.py, qwen3_moe.py,           k is after:k; L-1 is an IndexError
         qwen3_next.py
     gemma3_causal.py, gemma4_causal.py    k is after:k, L-1 included
@@ -38,14 +40,15 @@ _AFTER_SILENT = Numbering(
     offset=1,
     lowest=0,
     highest=-2,
-    outside="it marks layer k+1, and layer L is never met, in silence",
+    outside="it marks layer k+1: there is no residual before layer 0 (it fails, or takes the embedding, by release and "
+    "model), and layer L is never met, in silence",
 )
 _AFTER_FAILS = Numbering(
     says="k is after:k",
     offset=1,
     lowest=0,
     highest=-2,
-    outside="it marks layer k+1, and there is no layer L to mark: it fails",
+    outside="it marks layer k+1: what is taken before layer 0 was not read, and there is no layer L to mark: it fails",
 )
 _AFTER_LOST = Numbering(
     says="k is after:k",

@@ -13,11 +13,6 @@ from tests.tiny import make_target
 
 START, END, SYSTEM, USER, ASSISTANT = 1, 2, 3, 4, 5  # tokens of tests.tiny's tokenizer
 IDENTITY = make_identity("after:1,after:3,after:5", num_layers=8)
-THINKING = (
-    "{% for message in messages %}<|im_start|> {{ message['role'] }} {{ message['content'] }} <|im_end|> {% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|> assistant {% if enable_thinking is false %}<think> </think> {% endif %}"
-    "{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -78,20 +73,3 @@ def test_tokens_of_another_template_are_not_judged(tmp_path: Path, target: Path)
     finding = bad(check_static(make_dataset(tmp_path, IDENTITY, samples), target=target))["mask roles"]
     assert finding.status == "unknown"
     assert "rendered by another template" in finding.found
-
-
-def test_empty_thinking_for_a_target_that_thinks(tmp_path: Path) -> None:  # sgl-project/SpecForge 296
-    from transformers import AutoTokenizer
-
-    target = make_target(tmp_path / "target")
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.chat_template = THINKING
-    tokenizer.save_pretrained(target)
-    blank = tuple(tokenizer.convert_tokens_to_ids(["<think>", "</think>"]))
-    samples = [make_sample(IDENTITY, *conversation(seed, thinking=blank), seed=seed) for seed in range(4)]
-    found = bad(check_static(make_dataset(tmp_path / "dataset", IDENTITY, samples), target=target))
-    assert found["thinking"].status == "warning"
-    assert "8 answers begin with an empty thinking block" in found["thinking"].found
-    assert "enable_thinking false" in found["thinking"].mend
-    assert "mask position" not in found

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from eyas.align.engine import parse_engine
 from eyas.align.static import check_static
 from eyas.capture.engines.transformers.load import hash_weights
 from eyas.capture.tokenizer import load_tokenizer, tokenizer_identity
 from eyas.shards.identity import DatasetIdentity
-from tests.align.made import bad, draft_config, make_dataset, make_draft, make_identity
+from tests.align.made import bad, make_dataset, make_identity
 from tests.tiny import make_target
 
 
@@ -109,27 +108,6 @@ def test_who_applies_the_norm(tmp_path: Path, last_hidden: str, words: str) -> N
     report = check_static(make_dataset(tmp_path, identity))
     (finding,) = [finding for finding in report.findings if finding.check == "last hidden"]
     assert words in finding.found
-
-
-@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
-def test_scaling_lost_on_the_way_to_the_draft(tmp_path: Path, place: str) -> None:  # vllm-project/speculators 574
-    target = make_target(tmp_path / "target", hidden_size=16, num_attention_heads=4)
-    scaling = {"rope_type": "linear", "factor": 4.0}
-    edit(
-        target,
-        **(
-            {"rope_scaling": scaling, "rope_theta": 10000.0, "rope_parameters": None}
-            if place == "rope_scaling"
-            else {"rope_parameters": {**scaling, "rope_theta": 10000.0}}
-        ),
-    )
-    draft = make_draft(tmp_path / "draft", draft_config(vocab_size=128))
-    dataset = make_dataset(tmp_path / "dataset", captured_from(target))
-    finding = bad(check_static(dataset, draft=draft, engine=parse_engine("vllm@0.32.0"), target=target))[
-        "rope of the target"
-    ]
-    assert "the scaling was dropped" in finding.found
-    assert '"factor": 4.0' in finding.mend
 
 
 def test_a_quantized_target_that_was_captured_as_it_serves(tmp_path: Path, target: Path) -> None:
