@@ -31,7 +31,7 @@ def _through_sglang(entry: Entry) -> Entry:
         models=entry.models,
         rule=replace(entry.rule, num_ids=3),
         default_taps=default_taps,  # 1, L//2-1, L-4, which every rule of 0.5.14 reads as outputs
-        source=f"specforge/offline_capture/sglang_backend/capture.py and sglang {_SGLANG}, {entry.source}",
+        source=f"specforge/offline_capture/sglang_backend/capture.py, sglang {_SGLANG}",
     )
 
 

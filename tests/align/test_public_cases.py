@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas.align.engine import parse_engine
+from eyas.align.identify import identify
 from eyas.align.static import check_static
 from eyas.align.verdict import Finding, Report
 from eyas.taps.notation import FINAL, after
@@ -283,14 +285,23 @@ def test_loss_mask_not_shifted_with_the_tokens(tmp_path: Path) -> None:
 
 
 def test_prefix_caching_cut_the_states(tmp_path: Path, llama: tuple[Path, World]) -> None:
-    """vllm-project/vllm issue 44485: with prefix caching on, the states of a request are those of the tokens that were
-    computed for it, and the cached prefix is missing; requests that hit no cache are whole."""
+    """vllm-project/vllm issue 44485: with prefix caching on, a request's file holds the states of the tokens that were
+    computed for it, fewer than its token ids; files of requests that hit no cache are whole. Seen in the files
+    themselves, and in a dataset made of them, whose rows moved up."""
     target, world = llama
     cut = on_all(without_first(16))
+    (tmp_path / "files").mkdir()
+    for n, ids in enumerate(world.samples):
+        states = torch.stack([world.states(n)[tap] for tap in TAPS], 1)  # [T, A, H]
+        states = states[16:].clone() if n % 2 else states
+        save_file({"hidden_states": states, "token_ids": ids}, tmp_path / "files" / f"{n}.safetensors")
 
     def edit(world: World, n: int, stored: dict[str, Tensor]) -> None:
         if n % 2:
             cut(world, n, stored)
 
+    words = ("prefix missing: the first 16 rows", "in 4 of 8 samples", "--no-enable-prefix-caching")
+    slots = ", ".join(f"hidden_states[{n}]" for n in range(3))
+    named(Report(tuple(identify(tmp_path / "files", str(target), num_samples=8))), f"replay {slots}", *words)
     report = replay(store(tmp_path / "d", world, TAPS, last_hidden=LAST, edit=edit), target)
-    named(report, "replay slots 0, 1, 2, last_hidden", "prefix missing: the first 16 rows", "4 of 8")
+    named(report, "replay slots 0, 1, 2, last_hidden", *words)
