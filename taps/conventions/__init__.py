@@ -84,11 +84,22 @@ def describe(found: Sequence[Reading[T]], write: Callable[[tuple[T, ...]], str])
         groups.setdefault((reading.label.split()[0], text, rule), []).append(reading.label)
     rows = [
         ("; ".join(labels[:2]) + (f" and {len(labels) - 2} more" if len(labels) > 2 else ""), text, rule)
-        for (_, text, rule), labels in groups.items()
+        for (_, text, rule), labels in ((key, _merged(labels)) for key, labels in groups.items())
     ]
     name_width = max((len(name) for name, _, _ in rows), default=0)
     text_width = max((len(text) for _, text, rule in rows if rule), default=0)
     return "\n".join(f"  {name:<{name_width}}  {text:<{text_width}}  {rule}".rstrip() for name, text, rule in rows)
+
+
+def _merged(labels: Sequence[str]) -> list[str]:
+    """Labels of one release's code paths as one label of what they have in common."""
+    paths: dict[tuple[str, int], list[list[str]]] = {}
+    for label_text in labels:
+        parts = label_text.split(", ")
+        paths.setdefault((parts[0], len(parts)), []).append(parts)
+    return [
+        ", ".join(same[0] for same in zip(*of_one, strict=True) if len(set(same)) == 1) for of_one in paths.values()
+    ]
 
 
 def read_draft_config(
