@@ -10,7 +10,7 @@ from eyas.align.verdict import Finding
 from eyas.taps.notation import EMBED, FINAL, Tap, format_taps
 
 if TYPE_CHECKING:
-    from eyas.align.defects import Defect, Diagnosis, Examination
+    from eyas.align.defects.kinds import Defect, Diagnosis, Examination
     from eyas.align.forward import ReplayTarget
     from eyas.align.noise import Noise
 

@@ -1,7 +1,7 @@
 """Replay: runs a few stored samples through the target again and says which tap every slot really is.
 
 An independent path (align/forward.py) gives all L + 2 taps of each sample; every slot is compared with every tap, and
-what is not the declared tap is named by align/defects.py. All limits come from a noise measured on the same target
+what is not the declared tap is named by align/defects/. All limits come from a noise measured on the same target
 (align/noise.py).
 """
 
@@ -38,7 +38,8 @@ def replay_report(
     Raises TargetError where the target does not load, and what reading the source raises. Memory: the target's weights
     (in float32 where that fits), one sample's taps, and up to a gigabyte of others'.
     """
-    from eyas.align.defects import Examiner
+    from eyas.align.defects.evidence import Evidence
+    from eyas.align.defects.examiner import examine
     from eyas.align.findings import examination_findings
     from eyas.align.forward import ReplayTarget
     from eyas.align.logits import statistics_findings
@@ -58,7 +59,7 @@ def replay_report(
     num_probes = None if replayed.has_routers else NOISE_SAMPLES
     probes = [samples[n].input_ids[:window] for n in longest[:num_probes]]
     noise = measure_noise(replayed, probes, source.compute_dtype)
-    examiner = Examiner(
+    evidence = Evidence(
         replayed,
         source.slots,
         samples,
@@ -67,7 +68,7 @@ def replay_report(
         max_tokens=window,
         neighbours=lambda sample: source.neighbours(sample, _NEIGHBOURS),
     )
-    examination = examiner.examine()
+    examination = examine(evidence)
     return [
         *examination_findings(replayed, source.slots, samples, examination, noise),
         *statistics_findings(replayed, source.slots, samples, window, noise),
