@@ -86,6 +86,11 @@ _STORIES: dict[str, tuple[str, str]] = {
         "states were rounded more coarsely than their dtype, and than what the engine feeds",
         "store the activations as the target computes them (bfloat16), and " + RECAPTURE,
     ),
+    "damaged rows": (
+        "these rows are no states of their tokens, and the draft learns from them as from any other",
+        "leave these samples out of the training (eyas capture takes them again once their shards are removed), and "
+        "find what wrote them: memory that was freed or overwritten before it was copied does this",
+    ),
     "dead": ("the draft learns from nothing here", RECAPTURE),
     "constant": ("the draft learns from nothing here", RECAPTURE),
     "not finite": ("one NaN or Inf makes the whole loss NaN", "reject these samples, and " + RECAPTURE),
@@ -96,6 +101,8 @@ _STORIES: dict[str, tuple[str, str]] = {
     "undecided": ("training on it may work or not", "replay more samples (--replay 32), or compare with the engine"),
 }
 
+
+_SHOWN = 4  # samples whose rows are listed
 
 # Defects whose text says what the slot holds better than a tap could.
 _DEVIATIONS = ("quantized target", "other weights", "altered rows", "undecided", "drifts with position")
@@ -294,6 +301,8 @@ def _defect_findings(
         taps = [target.all_taps[tap] for n in per_slot if slots[n].declared is None and (tap := actual[n]) is not None]
         of = f" (of {format_taps(taps)})" if taps else ""
         text = defects[0].text + of + (f" (and {len(defects) - 1} alike)" if len(defects) > 1 else "")
+        if kind == "damaged rows":
+            text = f"{_by_sample(kind, concerned, samples)} are no states of their tokens, as far as rounding goes"
         consequence, mend = _STORIES[kind]
         certain = any(defect.certain for defect in defects)
         status = "mismatch" if certain and kind != "undecided" else "warning" if kind == "coarser values" else "unknown"
@@ -309,6 +318,16 @@ def _defect_findings(
             )
         )
     return findings
+
+
+def _by_sample(kind: str, concerned: Sequence[Diagnosis], samples: Sequence[StoredSample]) -> str:
+    """``row 5 of 40 of <sample>; row 7 of 33 of <sample> and 2 more``: which rows of which sample."""
+    texts = dict.fromkeys(
+        f"{defect.text} of sample {samples[d.sample].name}"
+        for d in concerned for defect in d.defects if defect.kind == kind
+    )  # fmt: skip
+    shown = list(texts)[:_SHOWN]
+    return "; ".join(shown) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
 
 
 def _key(defect: Defect) -> str:

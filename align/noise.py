@@ -77,19 +77,23 @@ class Noise:
         return EXCLUDED * self.level[index]
 
 
+def rounding_errors(target: ReplayTarget, ids: Tensor, dtype: str, seed: int) -> tuple[Tensor, Tensor]:
+    """All taps of a replay rounded as states computed in ``dtype`` are, [L+2, T, H], and the row_errors of it from the
+    plain one, [L+2, T]."""
+    noisy = target.run(ids, rounding="float16" if dtype == "float16" else "bfloat16", seed=seed)
+    return noisy, row_errors(noisy, target.taps(ids))
+
+
 def measure_noise(target: ReplayTarget, samples: Sequence[Tensor], dtype: str) -> Noise:
     """Noise of ``target`` for states computed in ``dtype``: the noisiest of ``samples`` (ids, int [T] each), or
     the upper quartile where there are more than NOISE_SAMPLES."""
     import torch
 
-    rounding = "float16" if dtype == "float16" else "bfloat16"
     levels, tails, strays, agreeing = [], [], [], []
     for seed, ids in enumerate(samples):
-        plain, noisy = target.taps(ids), target.run(ids, rounding=rounding, seed=seed)
-        errors = row_errors(noisy, plain)  # [L+2, T]
-        agreeing.append(
-            torch.stack(agree(target.head, plain[-1], *target.head.top1_and_lse(noisy[-1]))).float().mean(1)
-        )
+        noisy, errors = rounding_errors(target, ids, dtype, seed)
+        kept = agree(target.head, target.taps(ids)[-1], *target.head.top1_and_lse(noisy[-1]))
+        agreeing.append(torch.stack(kept).float().mean(1))
         tails.append(errors[:, 1:].nan_to_num(0).quantile(0.95, dim=1))  # [L+2]
         strays.append((errors[:, 1:] > STRAY_ERROR).float().mean(1))  # [L+2]
         levels.append(torch.tensor([median_error(tap) for tap in errors]))

@@ -7,20 +7,24 @@ part of the MLP where the all-reduce was fused into the next layer (sglang issue
 
     x = a * into + b * u + c * v + d * u_part + e * v_part
 
-by least squares over all compared rows, each weighed by 1 / |x|, and the coefficients name the defect. ``u_part`` is
-what rank r of n would have given: the piece's module run again on its own input with the other ranks' share of its
-row-parallel weights set to zero, columns of the last projection for tensor parallelism, experts for expert parallelism.
+by least squares over all compared rows, each weighed by 1 / |x|, and the coefficients name the defect: b = 0, d = 1
+where only that rank's part is there, b = 1, d = -1 where that part is what is missing. ``u_part`` is what rank r of n
+would have given: the piece's module run again on its own input with the other ranks' share of its row-parallel weights
+set to zero, columns of the last projection for tensor parallelism, experts for expert parallelism, or both. Routed and
+shared experts are terms of their own, since engines split them in different ways.
 
 Shapes: T tokens, H hidden_size, E experts, I intermediate size.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from eyas.align.forward import LayerPieces, ReplayTarget, masked
 from eyas.align.noise import Noise, median_error, row_errors
@@ -36,8 +40,10 @@ ROW_PARALLEL = (
 NUM_RANKS = (2, 4, 8, 16)
 PIECE_ROWS = 96  # tokens of a sample that are compared with pieces, for memory
 PIECE_SAMPLES = 3
+_ROUTED, _SHARED = "'s routed experts", "'s shared experts"
 _PARTIAL_LAYERS = 3  # layers whose parts are computed, the best by a fit without parts
 _MUCH_BETTER = 0.5  # of the closest tap's error, at most, where pieces explain rows
+_BETTER = 0.75  # and where every coefficient is a whole number, as ranks' shares are
 _SUM_TOLERANCE = 2e-2  # of the layer's own addition, in 16-bit arithmetic
 
 
@@ -80,8 +86,8 @@ def explain_by_pieces(
         """Compared rows of one tensor per sample: [R, H]."""
         return torch.cat([tensor[keep.to(tensor.device)] for tensor, keep in zip(tensors, kept, strict=True)])
 
-    def accepted(piece: Piece) -> bool:
-        return piece.error <= max(noise.excluded(piece.layer + 1), 1e-4) and piece.error <= best_error * _MUCH_BETTER
+    def accepted(piece: Piece, share: float = _MUCH_BETTER) -> bool:
+        return piece.error <= max(noise.excluded(piece.layer + 1), 1e-4) and piece.error <= best_error * share
 
     intermediate = _intermediates(target, pieces, gather, x)
     if accepted(intermediate):
@@ -108,14 +114,14 @@ def explain_by_pieces(
     plain = all(abs(value - round(value)) < 0.03 for value in (a, b, c))
     if accepted(combination) and plain and not is_tap:
         return combination
-    partials = [
-        partial
-        for _, j, _ in fits[:_PARTIAL_LAYERS]
-        for partial in _partials(target, [ids for ids, _, _ in stored], pieces, j, summands[j], gather, x)
-        if accepted(partial)
-    ]
-    if partials and (partial := min(partials, key=lambda partial: partial.error)).error < combination.error:
-        return partial
+    partials: list[Piece] = []
+    for _, j, _ in fits[:_PARTIAL_LAYERS]:
+        for layout in _partials(target, [ids for ids, _, _ in stored], pieces, j, summands[j], gather, x):
+            if fitting := [piece for piece in layout if accepted(piece, _BETTER)]:
+                partials.append(min(fitting, key=lambda piece: piece.error))
+                break
+    if partials and (least := min(partials, key=lambda piece: piece.error)).error < combination.error:
+        return least
     if accepted(combination) and not is_tap:
         return combination
     return _some_partial(fits, summands, best_error)
@@ -217,44 +223,58 @@ def _combination_text(j: int, coefficients: list[float], summands: _Summands) ->
     return f"{a:.3g} x residual + {b:.3g} x {u} + {c:.3g} x {v} of layer {j}"
 
 
-def _row_parallel(module: Module, hidden_size: int) -> list[tuple[Tensor, int]]:
-    """Row-parallel weights inside a piece's module, each with the dimension that ranks share: [H, I] Linears, and
-    [E, H, I] or [E, I, H] experts."""
+@dataclass(frozen=True, kw_only=True)
+class _Weight:
+    """One row-parallel weight of a piece's module."""
+
+    weight: Tensor  # [H, I] of a Linear, [E, H, I] or [E, I, H] of fused experts
+    dim: int  # that tensor-parallel ranks share
+    expert: int | None  # which expert a Linear belongs to
+    routed: bool  # of experts that a router chooses
+
+
+def _row_parallel(module: Module, hidden_size: int) -> list[_Weight]:
     import torch
 
-    found: list[tuple[Tensor, int]] = []
+    found: list[_Weight] = []
     for name, inner in module.named_modules():
         if isinstance(inner, torch.nn.Linear) and name.rpartition(".")[2] in ROW_PARALLEL:
-            found.append((inner.weight, 1))
+            place = re.search(r"(?:^|\.)experts\.(\d+)\.", name)
+            expert = None if place is None else int(place[1])
+            found.append(_Weight(weight=inner.weight, dim=1, expert=expert, routed=expert is not None))
         for own, parameter in inner.named_parameters(recurse=False):
             if parameter.dim() == 3 and own in ROW_PARALLEL:
-                found.append((parameter, 2 if parameter.shape[1] == hidden_size else 1))
-    return [(weight, dim) for weight, dim in found if weight.is_floating_point()]
+                dim = 2 if parameter.shape[1] == hidden_size else 1
+                found.append(_Weight(weight=parameter, dim=dim, expert=None, routed=True))
+    return [entry for entry in found if entry.weight.is_floating_point()]
 
 
-def _parts(module: Module, hidden_size: int) -> Iterator[tuple[str, list[tuple[Tensor, Tensor]]]]:
-    """(name, masks of weights) of each rank of each parallel size: what to keep of a piece's row-parallel weights."""
+def _num_experts(weights: Sequence[_Weight]) -> int:
+    return max((len(w.weight) if w.expert is None else w.expert + 1 for w in weights if w.routed), default=0)
+
+
+def _layouts(experts: bool) -> Iterator[tuple[int, int]]:
+    """(expert-parallel size, tensor-parallel size) of routed experts: each alone, then grids of both."""
+    yield from ((1, n) for n in NUM_RANKS)
+    if experts:
+        yield from ((n, 1) for n in NUM_RANKS)
+        yield from ((e, n // e) for n in NUM_RANKS for e in NUM_RANKS if e < n)
+
+
+def _share(entry: _Weight, num_experts: int, rank: int, ep: int, tp: int) -> Tensor | None:
+    """What rank keeps of a weight, broadcastable to it: dense weights are split over all ep * tp ranks, routed experts
+    ep ways by expert, each of those tp ways by width. None where it cannot be split so."""
     import torch
 
-    weights = _row_parallel(module, hidden_size)
-    if not weights:
-        return
-    for n in NUM_RANKS:
-        if any(weight.shape[dim] % n for weight, dim in weights):
-            continue
-        for rank in range(n):
-            yield f"rank {rank} of {n} (tensor parallel)", [(w, _slice_mask(w, dim, rank, n)) for w, dim in weights]
-    experts = [weight for weight, _ in weights if weight.dim() == 3]
-    dense = [weight for weight, _ in weights if weight.dim() != 3]
-    for n in NUM_RANKS:
-        if not experts or experts[0].shape[0] % n:
-            continue
-        for rank in range(n):
-            masks = [(weight, _slice_mask(weight, 0, rank, n)) for weight in experts]
-            yield f"rank {rank} of {n} (expert parallel)", masks
-            if dense:
-                none = [(weight, torch.zeros(1, dtype=torch.bool, device=weight.device)) for weight in dense]
-                yield f"rank {rank} of {n} (expert parallel, without shared experts)", [*masks, *none]
+    if not entry.routed:
+        n = ep * tp
+        return None if entry.weight.shape[entry.dim] % n else _slice_mask(entry.weight, entry.dim, rank, n)
+    if num_experts % ep or entry.weight.shape[entry.dim] % tp:
+        return None
+    width = _slice_mask(entry.weight, entry.dim, rank % tp, tp)
+    if entry.expert is None:
+        return width & _slice_mask(entry.weight, 0, rank // tp, ep)
+    return width & torch.tensor(entry.expert * ep // num_experts == rank // tp, device=width.device)
 
 
 def _slice_mask(weight: Tensor, dim: int, rank: int, n: int) -> Tensor:
@@ -268,6 +288,73 @@ def _slice_mask(weight: Tensor, dim: int, rank: int, n: int) -> Tensor:
     return (place * n // size == rank).view(shape)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Term:
+    """One term of what a layer adds, that ranks share: attention, a dense MLP, routed experts, shared experts."""
+
+    name: str
+    routed: bool
+    whole: Tensor  # [R, H]
+    part: Callable[[int, int, int], Tensor | None]  # (rank, ep, tp) -> [R, H]; None where it cannot be split so
+
+
+def _terms(
+    target: ReplayTarget,
+    samples: list[Tensor],
+    j: int,
+    summands: _Summands,
+    wholes: Sequence[Tensor],
+    gather: Callable[[list[Tensor]], Tensor],
+) -> list[_Term]:
+    """The terms of layer j: ``wholes`` [R, H] of its two children, an MLP's taken apart where experts are shared."""
+    found = []
+    for name, whole in zip(summands.names, wholes, strict=True):
+        weights = _row_parallel(target.stack.layers[j].get_submodule(name), target.hidden_size)
+        again = [target.calls(ids, j, name) for ids in samples]
+        routed, dense = [w for w in weights if w.routed], [w for w in weights if not w.routed]
+        groups = {name: weights}
+        if routed and dense:
+            groups = {name + _ROUTED: routed, name + _SHARED: dense}
+        terms = []
+        for label, own in groups.items():
+            share = partial(_part, own, weights, again, gather, summands.factor, {})
+            separate = share(0, 1, 1) if len(groups) > 1 else whole
+            assert separate is not None, "one rank holds everything"
+            terms.append(_Term(name=label, routed=bool(own and own[0].routed), whole=separate, part=share))
+        found += terms
+    return found
+
+
+def _part(
+    own: Sequence[_Weight],
+    weights: Sequence[_Weight],
+    again: Sequence[Callable[[], Tensor]],
+    gather: Callable[[list[Tensor]], Tensor],
+    factor: float,
+    kept: dict[tuple[int, ...], Tensor],
+    rank: int,
+    ep: int,
+    tp: int,
+) -> Tensor | None:
+    """What a rank's share of weights ``own`` gives, the module's other weights at zero: [R, H]. ``kept`` holds what
+    was computed before."""
+    import torch
+
+    routed = any(entry.routed for entry in own)
+    place = (rank, ep, tp) if routed else (rank, ep * tp)
+    masks = [_share(entry, _num_experts(own), rank, ep, tp) for entry in own]
+    if not own or any(mask is None for mask in masks):
+        return None
+    if place not in kept:
+        with ExitStack() as stack:
+            for entry in weights:
+                mask = next((mask for mine, mask in zip(own, masks, strict=True) if mine is entry), None)
+                none = torch.zeros(1, dtype=torch.bool, device=entry.weight.device)
+                stack.enter_context(masked(entry.weight, none if mask is None else mask))
+            kept[place] = gather([call() for call in again]) * factor
+    return kept[place]
+
+
 def _partials(
     target: ReplayTarget,
     samples: list[Tensor],
@@ -276,43 +363,70 @@ def _partials(
     summands: _Summands,
     gather: Callable[[list[Tensor]], Tensor],
     x: Tensor,
-) -> list[Piece]:
-    """Fits of x by layer j's pieces and what one rank would have given of them."""
+) -> Iterator[list[Piece]]:
+    """Fits of x by layer j's terms and what one rank would have given of them: a list for each layout of ranks."""
     import torch
 
-    into, u, v = (gather(column) for column in _columns(pieces, j, summands))
-    parts: list[dict[str, Tensor]] = []  # per piece: rank -> [R, H]
-    for name in summands.names:
-        module: Any = target.stack.layers[j].get_submodule(name)
-        again = [target.calls(ids, j, name) for ids in samples]
-        made: dict[str, Tensor] = {}
-        for rank, masks in _parts(module, target.hidden_size):
-            with ExitStack() as stack:
-                for weight, mask in masks:
-                    stack.enter_context(masked(weight, mask))
-                made[rank] = gather([call() for call in again]) * summands.factor
-        parts.append(made)
-    found = []
-    for rank in dict.fromkeys([*parts[0], *parts[1]]):
-        u_part, v_part = parts[0].get(rank), parts[1].get(rank)
-        columns = [into, u, v, *(part for part in (u_part, v_part) if part is not None)]
-        coefficients, error = _fit(torch.stack(columns), x)
-        values = coefficients.tolist()
-        a, b, c = values[:3]
-        rest = values[3:]
-        d = rest.pop(0) if u_part is not None else 0.0
-        e = rest.pop(0) if v_part is not None else 0.0
-        partial = [name for name, full, part in zip(summands.names, (b, c), (d, e), strict=True)
-                   if _near(full, 0) and _near(part, 1)]  # fmt: skip
-        if not partial:
-            continue
-        kept = [name for name, full in zip(summands.names, (b, c), strict=True) if _near(full, 1)]
-        base = "the residual stream" if _near(a, 1) else f"{a:.3g} x the residual stream"
-        text = f"after:{j} with only {rank} of its {' and '.join(partial)}"
-        if not _near(a, 1) or len(kept) + len(partial) < 2:
-            text = f"{' + '.join([base, *kept])} + {rank}'s part of {' and '.join(partial)} of layer {j}"
-        found.append(Piece(layer=j, what="partial", error=error, text=text))
-    return found
+    into, *wholes = (gather(column) for column in _columns(pieces, j, summands))
+    terms = _terms(target, samples, j, summands, wholes, gather)
+    for ep, tp in _layouts(any(term.routed for term in terms)):
+        fits: list[Piece] = []
+        for rank in range(ep * tp):
+            parts = [term.part(rank, ep, tp) for term in terms]
+            columns = [into, *(term.whole for term in terms), *(part for part in parts if part is not None)]
+            if len(columns) == len(terms) + 1:
+                break
+            coefficients, error = _fit(torch.stack(columns), x)
+            residual, *values = coefficients.tolist()
+            shares = iter(values[len(terms) :])
+            read = [
+                (term, values[n], 0.0 if part is None else next(shares))
+                for n, (term, part) in enumerate(zip(terms, parts, strict=True))
+            ]
+            if (text := _partial_text(j, residual, read, rank, ep, tp)) is not None:
+                fits.append(Piece(layer=j, what="partial", error=error, text=text))
+        yield fits
+
+
+def _partial_text(
+    j: int, residual: float, terms: Sequence[tuple[_Term, float, float]], rank: int, ep: int, tp: int
+) -> str | None:
+    """In words, what the coefficients (of each term, and of a rank's part of it) say; None where it is no partial sum.
+
+    Of two ranks, the part of one is all but the other's: that is said of the one that is there.
+    """
+    only, without, missing = [], [], []
+    for term, full, part in terms:
+        if _near(full, 0) and _near(part, 1):
+            only.append(term)
+        elif _near(full, 1) and _near(part, -1) and ep * tp > 2:
+            without.append(term)
+        elif _near(full, 0) and _near(part, 0):
+            missing.append(term)
+        elif not (_near(full, 1) and _near(part, 0)):
+            return None
+    split = [*only, *without]
+    if not split or (ep > 1 and not any(term.routed for term in split)):
+        return None
+    how = "tensor parallel" if ep == 1 else "expert parallel"
+    if min(ep, tp) > 1:
+        how += f" {ep} x tensor parallel {tp}"
+    if ep > 1 and not all(term.routed for term in split):
+        how += ", shared experts tensor parallel"
+    who = f"rank {rank} of {ep * tp} ({how})"
+    said = [f"with only {who} of its {_names(only)}"] if only else []
+    said += [f"without {who} of its {_names(without)}"] if without else []
+    said += [f"without its {_names(missing)}"] if missing else []
+    text = f"after:{j} {', '.join(said)}"
+    return text if _near(residual, 1) else f"{text}, and with {residual:.3g} x the residual stream"
+
+
+def _names(terms: Sequence[_Term]) -> str:
+    names = [term.name for term in terms]
+    for name in [name.removesuffix(_ROUTED) for name in names if name.endswith(_ROUTED)]:
+        if name + _SHARED in names:
+            names = [name if other == name + _ROUTED else other for other in names if other != name + _SHARED]
+    return " and ".join(names)
 
 
 def _some_partial(

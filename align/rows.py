@@ -49,6 +49,19 @@ class Found:
             return None
         return int(offsets[agree].mode().values)
 
+    def shift_from(self, own: int) -> tuple[int, int] | None:
+        """(k, row): rows up to some row hold their own tokens, and row t holds token t + k from there on; None where
+        they do not."""
+        mine = self.sample == own
+        offsets = self.token - self.rows
+        moved = mine & (offsets != 0)
+        if not bool(moved.any()):
+            return None
+        k = int(offsets[moved].mode().values)
+        first = int(self.rows[moved & (offsets == k)].min())
+        right = mine & ((self.rows < first) & (offsets == 0) | (self.rows >= first) & (offsets == k))
+        return (k, first) if float(right.float().mean()) >= MIN_SHARE else None
+
     def other_sample(self, own: int) -> int | None:
         """Index of the other sample that most rows belong to; None where there is none."""
         others = self.sample[(self.sample >= 0) & (self.sample != own)]

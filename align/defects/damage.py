@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 def find_damage(ev: Evidence, slot: int, sample: int) -> tuple[Defect, ...]:
+    """The defects of one slot of one sample."""
     stored = ev.samples[sample]
     rows = stored.slots[slot]
     defects: list[Defect] = []
@@ -31,8 +32,10 @@ def find_damage(ev: Evidence, slot: int, sample: int) -> tuple[Defect, ...]:
         first, last = bool(scan.zero[0]), bool(scan.zero[-1])
         kind: Kind = "prefix missing" if first else "cut off at the end" if last else "missing rows"
         defects.append(Defect(kind, f"{name_rows(scan.zero)} are zero"))
-    if float(scan.repeated.float().mean()) > 0.05 and _more_repeats_than_tokens(ev, scan.repeated, sample):
-        defects.append(Defect("missing rows", f"{name_rows(scan.repeated)} are copies of the row before"))
+    repeated = scan.repeated & _other_token(stored.input_ids, len(rows))
+    if bool(repeated.any()):
+        defects.append(Defect("missing rows", f"{name_rows(repeated)} are copies of the row before"))
+        ev.drop(sample, slot, repeated[: len(ev.ids[sample])])
     if float(scan.dead_channels.float().mean()) > 0.01:
         defects.append(Defect("missing channels", f"{name_rows(scan.dead_channels, 'channels')} are zero in every row"))
     grid = coarser_grid(rows[scan.alive])
@@ -44,7 +47,11 @@ def find_damage(ev: Evidence, slot: int, sample: int) -> tuple[Defect, ...]:
     return tuple(defects)
 
 
-def _more_repeats_than_tokens(ev: Evidence, repeated: Tensor, sample: int) -> bool:
-    """Whether more rows repeat than tokens do: embeddings of equal tokens are equal."""
-    ids = ev.samples[sample].input_ids[: len(repeated)]
-    return int(repeated.sum()) > 2 * int((ids[1:] == ids[:-1]).sum())
+def _other_token(ids: Tensor, num_rows: int) -> Tensor:
+    """Rows whose token is not the one before, bool [num_rows]: states of a repeated token may be equal."""
+    import torch
+
+    other = torch.zeros(num_rows, dtype=torch.bool)
+    stop = min(num_rows, len(ids))
+    other[1:stop] = ids[1:stop] != ids[: stop - 1]
+    return other

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from eyas.align.defects.kinds import Diagnosis
-from eyas.align.noise import Noise, measure_noise, row_errors
+from eyas.align.noise import Noise, measure_noise, rounding_errors, row_errors
 from eyas.align.rows import MIN_SHARE, Found, search_rows
 from eyas.align.stored import Slot, StoredSample
 
@@ -41,6 +41,7 @@ class Evidence:
         self.own_noise: dict[int, Noise] = {}
         self._around: dict[str, Tensor] = {}  # further samples that rows are searched in, by name
         self._asked: set[int] = set()
+        self._token_noise: dict[int, list[Tensor]] = {}
         self._rows: dict[tuple[int, int], Tensor] = {}
 
     def rows(self, sample: int, slot: int) -> Tensor:
@@ -86,6 +87,20 @@ class Evidence:
                 self.target, [self.ids[sample]] * _OWN_NOISE_RUNS, self.compute_dtype
             )
         return self.own_noise[sample]
+
+    def token_noise(self, sample: int, num_runs: int) -> Tensor:
+        """How far rounding throws each token of one sample, the farthest of ``num_runs`` runs: float32 [L+2, T]."""
+        import torch
+
+        runs = self._token_noise.setdefault(sample, [])
+        for seed in range(len(runs), num_runs):
+            errors = rounding_errors(self.target, self.ids[sample], self.compute_dtype, seed)[1]
+            runs.append(errors.nan_to_num(0))
+        return torch.stack(runs[:num_runs]).amax(0)
+
+    def drop(self, sample: int, slot: int, rows: Tensor) -> None:
+        """Compare ``rows`` (bool [T]) of a slot no more: what is wrong with them has been said."""
+        self.rows(sample, slot)[rows] = float("nan")
 
     def search(self, sample: int, slot: int, rows: Tensor, taps: Sequence[int] | None = None) -> Found | None:
         """Search ``rows`` (bool [T]) of a slot among the replayed samples, then among those stored around it too."""

@@ -11,6 +11,7 @@ from eyas.align.defects.deviations import OTHER_WEIGHTS, is_near, judge_weights,
 from eyas.align.defects.evidence import Evidence
 from eyas.align.defects.kinds import Defect, Diagnosis, Examination, as_tap, settled
 from eyas.align.defects.layouts import find_layouts, find_permutation
+from eyas.align.defects.outliers import find_outliers
 from eyas.align.defects.parts import find_pieces
 from eyas.align.defects.places import find_place
 from eyas.align.defects.scale import find_scale
@@ -24,7 +25,16 @@ NO_TAP = "no tap, no other row and no part of a layer fits"
 def examine(ev: Evidence) -> Examination:
     """Examine every slot of every sample."""
     found = [_match(ev, slot, sample) for sample in range(len(ev.samples)) for slot in range(len(ev.slots))]
-    return judge_weights(ev, _structures(ev, found))
+    examination = judge_weights(ev, _structures(ev, found))
+    done = [find_outliers(ev, d, examination.diagnoses) if _right_at_large(ev, d) else d for d in examination.diagnoses]
+    return replace(examination, diagnoses=tuple(done))
+
+
+def _right_at_large(ev: Evidence, d: Diagnosis) -> bool:
+    """Whether a diagnosis has nothing certain against it, and most rows are the tap."""
+    if d.tap is None or d.rearranged or any(x.certain and x.kind != "coarser values" for x in d.defects):
+        return False
+    return d.match.errors[d.tap] <= ev.explained(d.tap) or not any(x.kind == "undecided" for x in d.defects)
 
 
 def _match(ev: Evidence, slot: int, sample: int) -> Diagnosis:

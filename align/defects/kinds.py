@@ -15,8 +15,11 @@ Kind = Literal[
     "scaled", "shifted rows", "prefix missing", "cut off at the end", "rows of another sample", "rows out of order",
     "partial sum", "part of a layer", "normed", "interleaved slots", "permuted channels", "missing channels",
     "context cut", "drifts with position", "quantized target", "other weights", "altered rows", "coarser values",
-    "dead", "constant", "not finite", "missing rows", "other tokens", "no tap of this target", "undecided",
+    "dead", "constant", "not finite", "missing rows", "damaged rows", "other tokens", "no tap of this target",
+    "undecided",
 ]  # fmt: skip
+
+_SHOWN = 6  # rows that are listed one by one
 
 
 @dataclass(frozen=True)
@@ -26,17 +29,6 @@ class Defect:
     kind: Kind
     text: str  # what was found, without the numbers of one sample
     certain: bool = True
-
-
-OTHER_WEIGHTS = Defect(
-    "other weights", "rows are near their tap, and farther from it than rounding goes, growing with depth"
-)
-ALTERED = Defect(
-    "altered rows",
-    "rows are near their tap and farther from it than rounding goes, and deeper slots are right: they were changed "
-    "after the target computed them",
-)
-NO_TAP = "no tap, no other row and no part of a layer fits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +78,7 @@ def unless_explained(defects: tuple[Defect, ...], by: Defect) -> tuple[Defect, .
 
 
 def name_rows(flags: Tensor, what: str = "rows") -> str:
-    """Where flags [N] are set, in words that are short: "rows 0-31" or "rows 3, 17 and 40 more"."""
+    """Where flags [N] are set, in words that are short: "rows 0 to 31 of 64" or "rows 3, 17 of 64"."""
     import torch
 
     places = torch.nonzero(flags).flatten().tolist()
@@ -96,6 +88,6 @@ def name_rows(flags: Tensor, what: str = "rows") -> str:
         return f"{what} {places[0]} to {places[-1]} of {len(flags)}"
     if len(places) == 1:
         return f"{what.removesuffix('s')} {places[0]} of {len(flags)}"
-    shown = ", ".join(str(place) for place in places[:3])
-    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+    shown = ", ".join(str(place) for place in places[:_SHOWN])
+    more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
     return f"{what} {shown}{more} of {len(flags)}"

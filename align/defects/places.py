@@ -31,6 +31,9 @@ def find_place(ev: Evidence, d: Diagnosis) -> Diagnosis:
         if bool(((found.sample >= 0) & ~mine).float().mean() > 0.1):
             whose = ev.name(int(found.sample[(found.sample >= 0) & ~mine].mode().values))
             defect = Defect("rows of another sample", f"part of the rows are those of sample {whose}")
+        elif (shifted := found.shift_from(d.sample)) is not None:
+            k, first = shifted
+            defect = Defect("shifted rows", f"row t holds token t{k:+d} from row {first} on")
         elif float((mine & (found.token != found.rows)).float().mean()) > 0.1:
             defect = Defect("rows out of order", "the rows are this sample's in another order")
     if defect is None:

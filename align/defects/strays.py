@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from eyas.align.defects.context import find_cut
 from eyas.align.defects.evidence import Evidence
-from eyas.align.defects.kinds import Defect, Diagnosis, Kind, as_tap, name_rows
+from eyas.align.defects.kinds import Defect, Diagnosis, Kind, as_tap, name_rows, unless_explained
 from eyas.align.noise import EXPLAINED, STRAY_ERROR, median_error
 from eyas.taps.match import Match
 
@@ -27,7 +27,7 @@ def find_strays(ev: Evidence, diagnosis: Diagnosis) -> Diagnosis:
     stray[0] = False
     if int(stray.sum()) > 2 * ev.noise.strays[tap] * len(stray):
         if (moved := find_moved(ev, sample, slot, tap, stray)) is not None:
-            return replace(diagnosis, defects=(*diagnosis.defects, moved))
+            return replace(diagnosis, defects=(*unless_explained(diagnosis.defects, moved), moved))
         if (cut := find_cut(ev, diagnosis, errors)) is not None:
             return as_tap(diagnosis, tap, cut)
     return _ragged(ev, diagnosis)
@@ -52,7 +52,7 @@ def drop_lost_rows(ev: Evidence, slot: int, sample: int, match: Match) -> Defect
     if defect is None:
         kind: Kind = "prefix missing" if run.start <= 1 else "cut off at the end"
         defect = Defect(kind, f"{name_rows(rows)} are no token's states")
-    ev.rows(sample, slot)[rows] = float("nan")
+    ev.drop(sample, slot, rows)
     return defect
 
 
@@ -68,6 +68,11 @@ def find_moved(ev: Evidence, sample: int, slot: int, tap: int, stray: Tensor) ->
     if int(others.sum()) >= 0.5 * int(hit.sum()):
         whose = ev.name(int(found.sample[others].mode().values))
         return Defect("rows of another sample", f"{name_rows(stray)} are those of sample {whose}")
+    k = found.shift(sample)
+    if k is not None and k != 0 and len(found.rows) >= MIN_RUN:
+        first = int(stray.nonzero()[0])
+        where = f"row t holds token t{k:+d} from row {first} on"
+        return Defect("shifted rows", where if bool(stray[first:].all()) else f"{name_rows(stray)} hold token t{k:+d}")
     return Defect("rows out of order", f"{name_rows(stray)} are other rows of the same sample")
 
 
@@ -99,12 +104,12 @@ def undecided(ev: Evidence, d: Diagnosis) -> Diagnosis:
 def _run_at_an_end(errors: Tensor) -> slice | None:
     """Rows at the beginning or the end, not more than half, that have nothing of their tap."""
     lost = (errors > LOST_ERROR).tolist()
-    first, last = 1, len(lost)  # row 0 is never compared
+    first, last = 1, len(lost)  # row 0, the attention sink, decides nothing
     while first < len(lost) and lost[first]:
         first += 1
     while last > first and lost[last - 1]:
         last -= 1
     for run in (slice(last, len(lost)), slice(1, first)):
         if MIN_RUN <= run.stop - run.start <= len(lost) / 2:
-            return run
+            return slice(0, run.stop) if run.start == 1 and lost[0] else run
     return None
