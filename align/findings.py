@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from eyas.align.stored import LAST_HIDDEN, Slot, StoredSample, format_slots
-from eyas.align.verdict import Finding
+from eyas.align.verdict import RECAPTURE, Finding
+from eyas.align.weights import QUIET_COSINE
 from eyas.taps.notation import EMBED, FINAL, Tap, format_taps
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from eyas.align.noise import Noise
 
 # Per kind of defect: what follows, and how to mend it.
-RECAPTURE = "capture again, and check the first sealed shard before the rest: eyas check DATASET --target TARGET"
 _STORIES: dict[str, tuple[str, str]] = {
     "scaled": ("the draft learns inputs of a size that the engine never feeds", RECAPTURE),
     "shifted rows": (
@@ -122,17 +122,32 @@ def examination_findings(
 
 
 def _weights_finding(target: ReplayTarget, found: Examination, noise: Noise) -> list[Finding]:
-    """Where no deviation is left to explain: how large a change of weights would have been seen."""
+    """Where no deviation is left to explain: how large a change of weights would have been seen. Whether there is a
+    smaller one, states cannot tell; the weights' checksum can."""
     compared = sorted({d.tap for d in found.diagnoses if d.explained and d.tap is not None})
     if not compared or any(not d.explained for d in found.diagnoses):
         return []
     deepest = compared[-1]
+    text = (
+        f"deviations are rounding. Other weights would be in doubt from {noise.explained(deepest):.2%} and certain "
+        f"from {noise.excluded(deepest):.2%} at {target.all_taps[deepest]} on (the detection floor)"
+    )
+    if found.proven:
+        return [Finding(check="replay weights", status="ok", found=text)]
+    if found.unseen is not None:
+        text += f"; weights that all differ by less than {found.unseen:.1%} of their spread stay below it"
+    least = QUIET_COSINE / (1 - QUIET_COSINE**2) ** 0.5 * noise.level[deepest]
+    below = [f"{p.scheme} ({p.size:.2%})" for p in found.projections if p.size < least]
+    if below:
+        text += f", and so do {', '.join(below)}"
     return [
         Finding(
             check="replay weights",
-            status="ok",
-            found=f"deviations are rounding. Other weights would be in doubt from {noise.explained(deepest):.2%} and "
-            f"certain from {noise.excluded(deepest):.2%} at {target.all_taps[deepest]} on (the detection floor)",
+            status="unknown",
+            found=text,
+            expected="the checksum of the weights that were captured with, which a dataset of eyas capture keeps: it "
+            "would be the target's. Without it, a revision or a quantization below the floor cannot be told",
+            mend="compare the weight files with those that were captured with (sha256sum), or capture with eyas",
         )
     ]
 

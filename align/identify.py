@@ -108,6 +108,10 @@ class FilesSource:
         dtype = str(next(iter(self._first.states.values()))[0].dtype).removeprefix("torch.")
         return "float16" if dtype == "float16" else "bfloat16"
 
+    @property
+    def weights_hash(self) -> None:
+        """Files without metadata do not say."""
+
     def pick(self, num_samples: int) -> list[StoredSample]:
         """Evenly spread over the files; more of one file where there are fewer files than samples."""
         import numpy as np

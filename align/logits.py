@@ -9,12 +9,11 @@ Shapes: T tokens, K rows that predict a training target, V vocab_size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from eyas.align.findings import RECAPTURE
 from eyas.align.stored import LAST_HIDDEN, Slot, StoredSample
-from eyas.align.verdict import Finding
+from eyas.align.verdict import RECAPTURE, Finding
 from eyas.capture.engines.transformers.statistics import CHUNK_LOGITS
 from eyas.taps.notation import FINAL
 
@@ -169,8 +168,12 @@ def statistics_findings(
     own = compare_statistics(target, stored)
     findings = [_statistics_finding(own, noise)]
     if last is not None and own.num_rows:
-        again = compare_statistics(target, stored, stored=True)
-        findings.append(_recomputed_finding(again, own, noise))
+        declared_final = slots[last].declared == FINAL
+        again, other = (
+            compare_statistics(target, [replace(sample, last_hidden_is_final=final) for sample in stored], stored=True)
+            for final in (declared_final, not declared_final)
+        )
+        findings.append(_recomputed_finding(again, other, own, noise, declared_final))
     return findings
 
 
@@ -220,12 +223,26 @@ def _statistics_finding(own: Agreement, noise: Noise) -> Finding:
     return wrong(f"statistics of other states: {text}")
 
 
-def _recomputed_finding(again: Agreement, own: Agreement, noise: Noise) -> Finding:
+def _recomputed_finding(
+    again: Agreement, other: Agreement, own: Agreement, noise: Noise, declared_final: bool
+) -> Finding:
+    """again: statistics of last_hidden as declared; other: with the norm applied where it was not, or the reverse."""
     check = "replay lm_head(last_hidden)"
     enough_top1, enough_lse = AGREED * noise.top1 - (1 - noise.top1), AGREED * noise.lse - (1 - noise.lse)
     text = f"argmax agrees in {again.top1:.1%}, logsumexp in {again.lse:.1%} of {again.num_rows} rows"
     if again.top1 >= enough_top1 and again.lse >= enough_lse:
         return Finding(check=check, status="ok", found=text)
+    if other.top1 >= enough_top1 and other.lse >= enough_lse:
+        applied = "without the norm" if not declared_final else "with the norm applied first"
+        return Finding(
+            check=check,
+            status="mismatch",
+            found=f"pre-norm and post-norm mixed up: last_hidden gives target_top1 and target_lse {applied} (argmax in "
+            f"{other.top1:.1%}, logsumexp in {other.lse:.1%} of {other.num_rows} rows), and not as declared ({text})",
+            expected="last_hidden as declared: " + ("final, after the norm" if declared_final else "before the norm"),
+            consequence="a trainer would apply the target's norm twice, or not at all",
+            mend="declare in dataset.json what last_hidden is, or " + RECAPTURE,
+        )
     if again.top1 >= 0.7 and again.lse >= 0.7:
         return Finding(check=check, status="unknown", found=text)
     return Finding(

@@ -44,6 +44,7 @@ def replay_report(
     from eyas.align.forward import ReplayTarget
     from eyas.align.logits import statistics_findings
     from eyas.align.noise import NOISE_SAMPLES, measure_noise
+    from eyas.capture.engines.transformers.load import hash_weights
 
     samples = source.pick(num_samples)
     if not samples:
@@ -66,6 +67,7 @@ def replay_report(
         noise,
         compute_dtype=source.compute_dtype,
         max_tokens=window,
+        proven=source.weights_hash is not None and source.weights_hash == hash_weights(replayed.name, revision),
         neighbours=lambda sample: source.neighbours(sample, _NEIGHBOURS),
     )
     examination = examine(evidence)

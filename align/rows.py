@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from eyas.align.noise import Noise
 
 MAX_SEARCHED_ROWS = 128
+MIN_RUN = 4  # rows in one piece that are no accident
 MIN_SHARE = 0.7  # of the searched rows must be found, for one pattern to explain a slot
 
 

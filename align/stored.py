@@ -61,6 +61,11 @@ class Source(Protocol):
         """bfloat16, float16 or float32: what the states were computed in, as far as is known."""
         ...
 
+    @property
+    def weights_hash(self) -> str | None:
+        """Of the weights that the states were captured with (hash_weights); None where nothing says which."""
+        ...
+
     def pick(self, num_samples: int) -> list[StoredSample]:
         """Up to ``num_samples`` samples, evenly spread."""
         ...
@@ -78,6 +83,7 @@ class DatasetSource:
         identity = dataset.identity
         self.name = str(dataset.path)
         self.compute_dtype = identity.dtype
+        self.weights_hash = identity.target.weights_hash
         slots = [Slot(name=f"slot {n}", tensor="features", declared=tap) for n, tap in enumerate(identity.taps)]
         if identity.last_hidden is not None:
             slots.append(Slot(name=LAST_HIDDEN, tensor=LAST_HIDDEN, declared=identity.last_hidden))

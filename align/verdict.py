@@ -16,6 +16,9 @@ STATUSES: tuple[Status, ...] = ("ok", "warning", "mismatch", "unknown")
 
 EXIT_MISMATCH = 3
 
+# The mend of most that is wrong with stored states.
+RECAPTURE = "capture again, and check the first sealed shard before the rest: eyas check DATASET --target TARGET"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from eyas.align.noise import median_error, row_errors
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -28,6 +30,9 @@ FP8_MAX = 448.0  # largest e4m3 number
 # following the residual stream's few large directions.
 MIN_COSINE = 0.25
 SCALE_BOUNDS = 0.6, 1.5
+# And where nothing calls for an explanation, since all deviations are within rounding: half of it must be the scheme's.
+QUIET_COSINE = 0.5
+_PROBE = 1e-2  # of the spread of every weight: the change whose effect is measured
 
 
 def _fp8(weight: Tensor, scale: Tensor) -> Tensor:
@@ -85,18 +90,32 @@ class Projection:
     scheme: str
     scale: float  # 1 where the stored deviation is the scheme's
     cosine: float
+    size: float  # relative L2 of the scheme's own deviation, at the deepest slot that was compared
 
-    @property
-    def fits(self) -> bool:
-        return self.cosine >= MIN_COSINE and SCALE_BOUNDS[0] <= self.scale <= SCALE_BOUNDS[1]
+    def fits(self, least_cosine: float = MIN_COSINE) -> bool:
+        return self.cosine >= least_cosine and SCALE_BOUNDS[0] <= self.scale <= SCALE_BOUNDS[1]
 
 
 def quantize_layer(scheme: str) -> Callable[[Module], Callable[[], None]]:
     """A change for ReplayTarget.run: the layer's projections (nn.Linear, and experts kept as one [E, rows, columns]
     parameter) are replaced by their quantized values. Routers and norms stay, as engines leave them."""
+    return _change_projections(SCHEMES[scheme])
+
+
+def perturb_layer(relative: float) -> Callable[[Module], Callable[[], None]]:
+    """A change for ReplayTarget.run: noise on the layer's projections, of ``relative`` times each weight's spread."""
     import torch
 
-    quantize = SCHEMES[scheme]
+    def perturb(weight: Tensor) -> Tensor:
+        generator = torch.Generator(weight.device).manual_seed(weight.shape[0])
+        noise = torch.randn(weight.shape, generator=generator, device=weight.device)
+        return weight + relative * weight.std() * noise
+
+    return _change_projections(perturb)
+
+
+def _change_projections(function: Callable[[Tensor], Tensor]) -> Callable[[Module], Callable[[], None]]:
+    import torch
 
     def change(layer: Module) -> Callable[[], None]:
         kept: list[tuple[torch.nn.Parameter, Tensor]] = []
@@ -105,9 +124,9 @@ def quantize_layer(scheme: str) -> Callable[[Module], Callable[[], None]]:
                 if not parameter.is_floating_point() or "bias" in name or name.endswith("scale"):
                     continue
                 if parameter.dim() == 2 and isinstance(module, torch.nn.Linear):
-                    replaced = quantize(parameter.data.float())
+                    replaced = function(parameter.data.float())
                 elif parameter.dim() == 3:
-                    replaced = torch.stack([quantize(expert.float()) for expert in parameter.data])
+                    replaced = torch.stack([function(expert.float()) for expert in parameter.data])
                 else:
                     continue
                 kept.append((parameter, parameter.data))
@@ -134,7 +153,7 @@ def project(
 
     projections = []
     for scheme in schemes:
-        scales, cosines = [], []
+        scales, cosines, sizes = [], [], []
         for ids, slots in stored:
             plain = target.taps(ids)
             changed = target.run(ids, change=quantize_layer(scheme))
@@ -142,6 +161,7 @@ def project(
                 r = plain[index].float()[1:]  # [T-1, H]
                 deviation = rows.to(r.device).float()[1:] - r
                 own = changed[index].float()[1:] - r
+                sizes.append((index, float((own.norm(dim=-1) / r.norm(dim=-1)).median())))
                 finite = deviation.isfinite().all(-1)
                 deviation, own = deviation[finite], own[finite]
                 dot, length = (deviation * own).sum(-1), own.norm(dim=-1)  # [R]
@@ -151,5 +171,14 @@ def project(
         if cosines and len(torch.cat(cosines)):
             # Medians over rows: a token that a router sent elsewhere says nothing.
             scale, cosine = float(torch.cat(scales).median()), float(torch.cat(cosines).median())
-            projections.append(Projection(scheme=scheme, scale=scale, cosine=cosine))
+            projections.append(Projection(scheme=scheme, scale=scale, cosine=cosine, size=max(sizes)[1]))
     return sorted(projections, key=lambda projection: -projection.cosine)
+
+
+def smallest_change(target: ReplayTarget, ids: Tensor, index: int, error: float) -> float | None:
+    """How far all weights must be from the target's, relative to each one's spread, to move tap ``index`` by the
+    relative ``error``; None where the tap does not depend on them. Measured at one small change and scaled, since small
+    changes act in proportion."""
+    moved = target.run(ids, change=perturb_layer(_PROBE))[index]
+    measured = median_error(row_errors(moved, target.taps(ids)[index]))
+    return _PROBE * error / measured if measured > 0 else None

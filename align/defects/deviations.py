@@ -9,7 +9,7 @@ from eyas.align.defects.agreement import follow_recognized
 from eyas.align.defects.context import find_drift
 from eyas.align.defects.evidence import Evidence
 from eyas.align.defects.kinds import Defect, Diagnosis, Examination
-from eyas.align.weights import Projection, project
+from eyas.align.weights import MIN_COSINE, QUIET_COSINE, Projection, project, smallest_change
 from eyas.taps.match import MAX_ERROR, MIN_MARGIN
 
 MAX_WEIGHT_ERROR = 0.8  # beyond it, rows have nothing left of the tap they are nearest to
@@ -32,17 +32,32 @@ def judge_weights(ev: Evidence, found: list[Diagnosis]) -> Examination:
         for slot in range(len(ev.slots))
         if (ratios := [_ratio(ev, d) for d in near if d.slot == slot])
     }
+    quiet = max(typical.values(), default=0.0) <= 1.0
     projections: list[Projection] = []
-    if max(typical.values(), default=0.0) > 1.0:
-        chosen = sorted({d.sample for d in near})[:2]
+    # Where nothing proves the weights, a quantization may hide in what looks like rounding.
+    if near and not (quiet and ev.proven):
+        chosen = sorted({d.sample for d in near})[: 1 if quiet else 2]
         stored = [
             (ev.ids[a], {d.tap: ev.rows(a, d.slot) for d in near if d.sample == a and d.tap is not None})
             for a in chosen
         ]
         projections = project(ev.target, stored)
-    quantized = next((p for p in projections if p.fits), None)
+    quantized = next((p for p in projections if p.fits(QUIET_COSINE if quiet else MIN_COSINE)), None)
     done = [_deviation(ev, d, typical[d.slot], quantized, found) if d in near else d for d in found]
-    return Examination(diagnoses=tuple(follow_recognized(done, len(ev.samples))), projections=tuple(projections))
+    done = follow_recognized(done, len(ev.samples))
+    return Examination(
+        diagnoses=tuple(done), projections=tuple(projections), proven=ev.proven, unseen=_unseen(ev, done)
+    )
+
+
+def _unseen(ev: Evidence, found: Sequence[Diagnosis]) -> float | None:
+    """The change of weights that would stay within rounding, where nothing but rounding was found and nothing proves
+    the weights."""
+    deepest = max((d.tap for d in found if d.tap is not None), default=0)
+    if ev.proven or not all(d.explained for d in found):
+        return None
+    sample = max((d.sample for d in found), key=lambda sample: len(ev.ids[sample]))
+    return smallest_change(ev.target, ev.ids[sample], deepest, ev.explained(deepest))
 
 
 def _deviation(

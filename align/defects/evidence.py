@@ -20,7 +20,10 @@ _MAX_AROUND = 24  # further samples that are replayed to find rows in
 
 
 class Evidence:
-    """Samples of which ``target`` is replayed up to ``max_tokens`` tokens each."""
+    """Samples of which ``target`` is replayed up to ``max_tokens`` tokens each.
+
+    proven: whether the states are known to come from the weights that are replayed, by their checksum.
+    """
 
     def __init__(
         self,
@@ -31,10 +34,12 @@ class Evidence:
         *,
         compute_dtype: str,
         max_tokens: int | None,
+        proven: bool,
         neighbours: Callable[[StoredSample], list[StoredSample]],
     ) -> None:
         self.target, self.slots, self.samples, self.noise = target, slots, samples, noise
         self.compute_dtype = compute_dtype
+        self.proven = proven
         self._max_tokens, self._neighbours = max_tokens, neighbours
         self.ids = [sample.input_ids[:max_tokens] for sample in samples]
         self.index = {tap: index for index, tap in enumerate(target.all_taps)}

@@ -55,6 +55,8 @@ class Examination:
 
     diagnoses: tuple[Diagnosis, ...]
     projections: tuple[Projection, ...]  # on quantization schemes, best first; empty where nothing called for them
+    proven: bool  # that the weights are those that were captured with
+    unseen: float | None = None  # a change of all weights, relative to their spread, up to which none would be seen
 
     def of_slot(self, slot: int) -> list[Diagnosis]:
         return [diagnosis for diagnosis in self.diagnoses if diagnosis.slot == slot]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from eyas.align.defects.evidence import Evidence
 from eyas.align.defects.kinds import Defect, Diagnosis, as_tap, unless_explained
+from eyas.align.rows import MIN_RUN
 
 
 def find_place(ev: Evidence, d: Diagnosis) -> Diagnosis:
@@ -14,7 +15,10 @@ def find_place(ev: Evidence, d: Diagnosis) -> Diagnosis:
     if found is None:
         return d
     defect: Defect | None = None
-    if (k := found.shift(d.sample)) is not None and k != 0:
+    if (shifted := found.shift_from(d.sample)) is not None and shifted[1] >= MIN_RUN:
+        k, first = shifted
+        defect = Defect("shifted rows", f"row t holds token t{k:+d} from row {first} on")
+    elif (k := found.shift(d.sample)) is not None and k != 0:
         lost = any(defect.kind in ("missing rows", "cut off at the end") for defect in d.defects)
         if k > 1 or (k == 1 and lost):
             text = f"the first {k} row{'s are' if k > 1 else ' is'} missing: row t holds token t{k:+d}"
@@ -31,9 +35,6 @@ def find_place(ev: Evidence, d: Diagnosis) -> Diagnosis:
         if bool(((found.sample >= 0) & ~mine).float().mean() > 0.1):
             whose = ev.name(int(found.sample[(found.sample >= 0) & ~mine].mode().values))
             defect = Defect("rows of another sample", f"part of the rows are those of sample {whose}")
-        elif (shifted := found.shift_from(d.sample)) is not None:
-            k, first = shifted
-            defect = Defect("shifted rows", f"row t holds token t{k:+d} from row {first} on")
         elif float((mine & (found.token != found.rows)).float().mean()) > 0.1:
             defect = Defect("rows out of order", "the rows are this sample's in another order")
     if defect is None:

@@ -9,13 +9,13 @@ from eyas.align.defects.context import find_cut
 from eyas.align.defects.evidence import Evidence
 from eyas.align.defects.kinds import Defect, Diagnosis, Kind, as_tap, name_rows, unless_explained
 from eyas.align.noise import EXPLAINED, STRAY_ERROR, median_error
+from eyas.align.rows import MIN_RUN
 from eyas.taps.match import Match
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOST_ERROR = 0.8  # of a row that has nothing of its tap
-MIN_RUN = 4  # rows at an end of a sample that count as one piece
 
 
 def find_strays(ev: Evidence, diagnosis: Diagnosis) -> Diagnosis:

@@ -15,6 +15,7 @@ from torch import Tensor
 from eyas.align.replay import replay_report
 from eyas.align.stored import DatasetSource
 from eyas.align.verdict import Report
+from eyas.capture.engines.transformers.load import hash_weights
 from eyas.shards.dataset import Dataset
 from eyas.shards.identity import DatasetIdentity, PreparedIdentity, TargetIdentity, TokenizerIdentity, create_or_match
 from eyas.shards.sample import Sample, sample_id
@@ -81,6 +82,7 @@ class World:
     model: Any
     samples: list[Tensor]  # int64 ids [T]
     masks: list[Tensor]  # uint8 [T]
+    weights_hash: str | None = None  # of the target's files
     runs: dict[int, dict[Tap, Tensor]] = field(default_factory=dict)
 
     @property
@@ -133,7 +135,7 @@ def make_world(
     vocabulary = model.config.vocab_size
     ids = [torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths]
     masks = [torch.randint(0, 2, (length,), generator=generator, dtype=torch.uint8) for length in lengths]
-    return World(model, ids, masks)
+    return World(model, ids, masks, hash_weights(str(target), None))
 
 
 # An edit changes what one sample stores: (world, index of the sample, stored tensors by name) -> None.
@@ -149,8 +151,10 @@ def store(
     dtype: str | None = None,
     edit: Edit | None = None,
     statistics: bool = True,
+    says_weights: bool = True,
 ) -> Path:
-    """Write the world's states as an eyas dataset that declares ``taps``; ``edit`` spoils them."""
+    """Write the world's states as an eyas dataset that declares ``taps``; ``edit`` spoils them. Its identity holds the
+    target's checksum, or none with says_weights=False."""
     config, model_dtype = world.model.config, str(world.model.dtype).removeprefix("torch.")
     dtype = dtype or model_dtype
     identity = DatasetIdentity(
@@ -164,7 +168,7 @@ def store(
             name="tiny",
             revision=None,
             config_hash="0" * 32,
-            weights_hash=None,
+            weights_hash=world.weights_hash if says_weights else None,
             model_class=type(world.model).__name__,
             num_layers=world.num_layers,
             hidden_size=config.hidden_size,

@@ -282,12 +282,19 @@ def norm_state(declared: str) -> Callable[[Good], Spoiled]:
     """last_hidden that is the other one than declared: 'after' holds final, 'final' holds after:L-1."""
 
     def spoil(good: Good) -> Spoiled:
-        last = after(good.num_layers - 1)
-        says, holds = (last, FINAL) if declared == "after" else (FINAL, last)
-        samples = [replace(s, last_hidden=good.states(s).taps[holds].clone()) for s in good.samples]
-        return Spoiled(identity=replace(good.identity, last_hidden=says), samples=samples)
+        if declared == "final":
+            return Spoiled(identity=replace(good.identity, last_hidden=FINAL), samples=good.samples)
+        samples = [replace(s, last_hidden=_normed(good, s)) for s in good.samples]
+        return Spoiled(identity=good.identity, samples=samples)
 
     return spoil
+
+
+@torch.no_grad()
+def _normed(good: Good, sample: Sample) -> Tensor:
+    """The final norm on what was stored: the same run, whose routers chose the same experts."""
+    normed: Tensor = good.model.model.norm(sample.last_hidden)
+    return normed
 
 
 def final_in_features(declared: str) -> Callable[[Good], Spoiled]:
@@ -295,9 +302,9 @@ def final_in_features(declared: str) -> Callable[[Good], Spoiled]:
 
     def spoil(good: Good) -> Spoiled:
         last = after(good.num_layers - 1)
-        says, holds = (last, FINAL) if declared == "after" else (FINAL, last)
-        identity = replace(good.identity, taps=(*good.identity.taps[:-1], says))
-        samples = [with_slots(s, [*slots(good, s)[:-1], good.states(s).taps[holds]]) for s in good.samples]
+        identity = replace(good.identity, taps=(*good.identity.taps[:-1], last if declared == "after" else FINAL))
+        holds = [_normed(good, s) if declared == "after" else s.last_hidden for s in good.samples]
+        samples = [with_slots(s, [*slots(good, s)[:-1], state]) for s, state in zip(good.samples, holds, strict=True)]
         return Spoiled(identity=identity, samples=samples)
 
     return spoil
@@ -507,7 +514,8 @@ def tail(rows: int, how: str, only: Sequence[int] | None = None) -> Callable[[Go
 
 
 def captured_by(change: Callable[[str, Tensor], Tensor]) -> Callable[[Good], Spoiled]:
-    """Captured with other weights under the same name: change(name, weight) gives each parameter's."""
+    """Captured with other weights under the same name, and nobody kept their checksum: change(name, weight) gives each
+    parameter's."""
 
     def spoil(good: Good) -> Spoiled:
         torch.manual_seed(99)
@@ -522,7 +530,8 @@ def captured_by(change: Callable[[str, Tensor], Tensor]) -> Callable[[Good], Spo
             spoiled = with_slots(_remasked(good, sample, sample.loss_mask, other), parts)
             last = good.identity.last_hidden
             samples.append(spoiled if last is None else replace(spoiled, last_hidden=states.taps[last].clone()))
-        return Spoiled(identity=good.identity, samples=samples)
+        identity = replace(good.identity, target=replace(good.identity.target, weights_hash=None))
+        return Spoiled(identity=identity, samples=samples)
 
     return spoil
 
@@ -580,6 +589,21 @@ def poisoned(value: float) -> Callable[[Good], Spoiled]:
         return part
 
     return lambda good: each_slot(good, spoil, [1], only=[2])
+
+
+def damaged(rows: Sequence[int], how: str, slot: int = 1, only: int = 3) -> Callable[[Good], Spoiled]:
+    """A few rows of one sample. how: noise of the rows' size, or half of the channels overwritten with another row's."""
+
+    def spoil(_sample: Sample, _slot: int, part: Tensor) -> Tensor:
+        draw = torch.Generator().manual_seed(5)
+        for row in rows:
+            if how == "noise":
+                part[row] = torch.randn(part[row].shape, generator=draw).to(part.dtype) * part.float().std()
+            else:
+                part[row, : part.shape[1] // 2] = part[row + 4, : part.shape[1] // 2].clone()
+        return part
+
+    return lambda good: each_slot(good, spoil, [slot], [only])
 
 
 def top1_shifted(good: Good) -> Spoiled:
@@ -772,4 +796,8 @@ DEFECTS: dict[str, Callable[[Good], Spoiled]] = {
     "last_hidden one late": last_hidden_shifted,
     "revision 1e-1 in one layer": captured_by(one_layer_of(1e-1)),
     "rows three late": rolled(3),
+    "one garbage row": damaged([9], "noise"),
+    "three garbage rows": damaged([6, 11, 15], "noise"),
+    "half a row overwritten": damaged([9], "half"),
+    "all ranks but one of 8, attention": all_ranks_but(5, 8, "self_attn"),
 }

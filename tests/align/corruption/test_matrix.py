@@ -1,7 +1,7 @@
 """Every way to spoil a dataset is found by `eyas check` and called by its name; good datasets raise nothing.
 
-Each defect runs on one family and dtype in turn. EYAS_CORRUPTION_SWEEP=1 runs every defect on every family in both
-dtypes and prints the table (about eight minutes on one core).
+Each defect runs on one family and dtype in turn. EYAS_CORRUPTION_SWEEP=1 runs every defect on every family in bfloat16,
+and on Llama in float32, and prints the table (about five minutes on one core).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NAMED = {
     "two samples mixed up": r"rows of another sample.*2 of 8 samples",
     "prefix zero": r"prefix missing: rows 0 to 7 of \d+ are zero",
     "prefix zero, one sample": r"prefix missing: rows 0 to 7 of \d+ are zero, in 1 of 8",
-    "prefix stale": r"prefix missing: rows [01] to 7 of \d+ are no token's states",
+    "prefix stale": r"prefix missing: rows 0 to 7 of \d+ are no token's states",
     "prefix missing": r"the first 8 rows are missing",
     "prefix not attended": r"context cut: rows from token 8 on",
     "tail zero": r"cut off at the end: .* are zero",
@@ -91,28 +91,42 @@ NAMED = {
     "half the samples a layer late": r"off by one, one layer late: .*in 4 of 8 samples",
     "one sample swapped": r"slots 1, 2\b.*swapped order: .*in 1 of 8 samples",
     "one sample's rows late": r"shifted rows: row t holds token t-1, in 1 of 8 samples",
-    "rows late from 12 on": r"shifted rows|rows out of order",
-    "rows early from 12 on": r"shifted rows|rows out of order",
+    "rows late from 12 on": r"shifted rows: row t holds token t-1 from row 1[23] on",
+    "rows early from 12 on": r"shifted rows: row t holds token t\+1 from row 12 on",
     "last_hidden one late": r"last_hidden\b.*shifted rows: row t holds token t-1",
     "rows three late": r"shifted rows: row t holds token t-3",
+    "one garbage row": r"slot 1\b.*damaged rows: row 9 of \d+ of sample [0-9a-f]{16}.*in 1 of 8 samples",
+    "three garbage rows": r"slot 1\b.*damaged rows: rows 6, 11, 15 of \d+ of sample [0-9a-f]{16}.*in 1 of 8 samples",
+    "half a row overwritten": r"slot 1\b.*damaged rows: row 9 of \d+ of sample [0-9a-f]{16}.*in 1 of 8 samples",
+    "all ranks but one of 8, attention": r"partial sum: after:4 without rank 5 of 8 .* of its self_attn",
 }
-# Below the detection floor, or lossless in one of the dtypes: never a mismatch of another name.
+# May be below the detection floor: named, or unknown with the floor stated, and never a mismatch of another name.
 FAINT = {
     "revision 1e-2": r"other weights|undecided",
     "revision 1e-3": r"other weights|undecided",
     "features through fp16": r"coarser values: float16",
     "features through bf16": r"coarser values: bfloat16",
 }
+LOSSLESS = {("features through fp16", "bfloat16"), ("features through bf16", "bfloat16")}  # no defect at all
+FLOOR = r"detection floor|undecided: rows deviate more than rounding"
+# What stands in the tensors alone, whatever target they are of: the sweep takes one target of each.
+OF_ANY_TARGET = (
+    "mask one late", "mask one early", "mask on the user", "prefix zero", "prefix zero, one sample", "tail zero",
+    "features through fp8", "dead tap", "constant tap", "two identical taps", "NaN", "Inf", "scaled by 2",
+    "taps interleaved", "ranks' halves swapped",
+)  # fmt: skip
 
 
 def verdict(defect: str, outcome: Outcome) -> str:
-    """named, misnamed, unknown (or warned), missed; a crash is misnamed."""
+    """named, misnamed, "below floor: unknown", missed; a crash is misnamed."""
     said = {status: outcome.text(status) for status in ("mismatch", "unknown", "warning")}
     if outcome.exit_code not in (0, 3):
         return "misnamed"
     if outcome.exit_code == 3:
         return "named" if re.search((NAMED | FAINT)[defect], said["mismatch"]) else "misnamed"
-    return "unknown" if said["unknown"] or said["warning"] else "missed"
+    if re.search((NAMED | FAINT)[defect], said["warning"]):
+        return "named"
+    return "below floor: unknown" if re.search(FLOOR, said["unknown"]) else "missed"
 
 
 @pytest.fixture(scope="session")
@@ -132,14 +146,14 @@ def test_a_defect_is_named(defect: str, goods: dict[tuple[str, str], Good], tmp_
 
 @pytest.mark.parametrize("defect", FAINT)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_faint_gets_no_wrong_name(
+def test_what_is_faint_is_named_or_unknown(
     defect: str, dtype: str, goods: dict[tuple[str, str], Good], tmp_path: Path
 ) -> None:
+    if (defect, dtype) in LOSSLESS:
+        pytest.skip("changes no bit that matters")
     good = goods["llama", dtype]
     outcome = check(write(tmp_path / "spoiled", DEFECTS[defect](good)), good.target)
-    assert verdict(defect, outcome) in ("named", "unknown", "missed"), outcome.output
-    if dtype == "float32":
-        assert re.search(FAINT[defect], outcome.text("mismatch", "unknown", "warning")), outcome.output
+    assert verdict(defect, outcome) in ("named", "below floor: unknown"), outcome.output
 
 
 @pytest.mark.parametrize(
@@ -167,20 +181,30 @@ def test_a_good_dataset_raises_nothing(
     assert outcome.text("mismatch", "unknown", "warning") == "", outcome.output
 
 
+SWEEP = [("llama", "float32"), ("llama", "bfloat16"), ("qwen3-moe", "bfloat16"), ("deepseek-v3", "bfloat16")]
+
+
 @pytest.mark.skipif("EYAS_CORRUPTION_SWEEP" not in os.environ, reason="the whole matrix takes minutes")
 @pytest.mark.timeout(3600)
 def test_the_whole_matrix(
     goods: dict[tuple[str, str], Good], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = {}
+    table: dict[tuple[str, tuple[str, str]], str] = {}
     for number, defect in enumerate(DEFECTS):
-        for combination in COMBINATIONS:
+        for combination in SWEEP if defect not in OF_ANY_TARGET else [SWEEP[number % len(SWEEP)]]:
+            if (defect, combination[1]) in LOSSLESS:
+                continue
             good = goods[combination]
             folder = tmp_path / f"{number}-{'-'.join(combination)}"
             table[defect, combination] = verdict(defect, check(write(folder, DEFECTS[defect](good)), good.target))
     with capsys.disabled():
-        print()
+        print(f"\n{'':36}", *(f"{'-'.join(combination):21}" for combination in SWEEP))
         for defect in DEFECTS:
-            print(f"{defect:36}", *(f"{table[defect, combination]:9}" for combination in COMBINATIONS))
-    wrong = {key: value for key, value in table.items() if value != "named" and key[0] in NAMED}
+            print(f"{defect:36}", *(f"{table.get((defect, combination), ''):21}" for combination in SWEEP))
+        print(len(table), "cells:", {value: list(table.values()).count(value) for value in set(table.values())})
+    wrong = {
+        key: value
+        for key, value in table.items()
+        if value != "named" and not (value == "below floor: unknown" and key[0] in FAINT)
+    }
     assert not wrong
