@@ -33,6 +33,8 @@ def find_damage(ev: Evidence, slot: int, sample: int) -> tuple[Defect, ...]:
         kind: Kind = "prefix missing" if first else "cut off at the end" if last else "missing rows"
         defects.append(Defect(kind, f"{name_rows(scan.zero)} are zero"))
     repeated = scan.repeated & _other_token(stored.input_ids, len(rows))
+    for row in (scan.repeated & ~repeated).nonzero().flatten().tolist():  # a copy of a copy
+        repeated[row] = repeated[row - 1]
     if bool(repeated.any()):
         defects.append(Defect("missing rows", f"{name_rows(repeated)} are copies of the row before"))
         ev.drop(sample, slot, repeated[: len(ev.ids[sample])])

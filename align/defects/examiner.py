@@ -26,7 +26,14 @@ def examine(ev: Evidence) -> Examination:
     """Examine every slot of every sample."""
     found = [_match(ev, slot, sample) for sample in range(len(ev.samples)) for slot in range(len(ev.slots))]
     examination = judge_weights(ev, _structures(ev, found))
-    done = [find_outliers(ev, d, examination.diagnoses) if _right_at_large(ev, d) else d for d in examination.diagnoses]
+    usual = {  # slots that most samples have one defect in: what it does to the rest is no news
+        slot for slot in range(len(ev.slots))
+        if sum(not d.explained for d in examination.of_slot(slot)) > len(ev.samples) / 2
+    }  # fmt: skip
+    done = [
+        find_outliers(ev, d, examination.diagnoses) if d.slot not in usual and _right_at_large(ev, d) else d
+        for d in examination.diagnoses
+    ]
     return replace(examination, diagnoses=tuple(done))
 
 

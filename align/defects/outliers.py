@@ -3,10 +3,9 @@
 A median does not see them. A row is compared with how far rounding alone throws that very token at that tap (outlier
 tokens, sinks and massive activations, are noisy at each run), and it is named only beyond EXCLUDED times that.
 
-Routers make it harder: a token that another kernel sends to other experts is far off, and may have been sent there in
-none of our runs. There a row must also be one that no router explains: a deeper slot of the same token is right, which
-carries whatever the shallower one does; or it is farther off than any token that a router threw, and no nearer to its
-own tap than to others.
+Routers make it harder: a token that another kernel sends to other experts is as far off as a damaged row, and may have
+been sent there in none of our runs. There a row is named only where a deeper slot of the same token is right, which
+would carry whatever the shallower one had; of the deepest slot nothing can be said.
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ from typing import TYPE_CHECKING
 
 from eyas.align.defects.evidence import Evidence
 from eyas.align.defects.kinds import Defect, Diagnosis, name_rows
-from eyas.align.noise import EXCLUDED, STRAY_ERROR, row_errors
-from eyas.taps.match import MIN_MARGIN
+from eyas.align.noise import EXCLUDED, STRAY_ERROR
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _LEAST_ERROR = 1e-3
 _TOKEN_RUNS = 4  # of a sample whose rows are in doubt
-_FLIP_ROOM = 2.0  # times the farthest that a router threw a token
 # A residual stream keeps what was added to it: of 1589 rows that routers threw on tiny random mixtures, the deeper
 # deviation was 0.94 times the shallower one or more.
 _CARRIED = 0.5
@@ -35,11 +32,11 @@ def find_outliers(ev: Evidence, d: Diagnosis, found: Sequence[Diagnosis]) -> Dia
     """``d`` with its damaged rows; ``d`` itself where every row is within what rounding does to its token."""
     assert d.tap is not None
     errors = ev.errors(d, d.tap)
-    rows = _beyond_rounding(ev, d, errors)
     if ev.target.has_routers:
-        rows &= _like_no_tap(ev, d)
-        off = errors > max(EXCLUDED * ev.noise.level[d.tap], _LEAST_ERROR)
-        rows |= off & _altered_later(ev, d, found)
+        rows = errors > max(EXCLUDED * ev.noise.level[d.tap], _LEAST_ERROR)
+        rows &= _altered_later(ev, d, found)
+    else:
+        rows = _beyond_rounding(ev, d, errors)
     if not bool(rows.any()):
         return d
     kept = tuple(defect for defect in d.defects if defect.kind != "undecided")
@@ -81,15 +78,3 @@ def _distances(ev: Evidence, d: Diagnosis) -> Tensor:
     rows, stack = ev.pair(d.sample, d.slot)
     distances: Tensor = (rows.to(stack.device).float() - stack[d.tap].float()).norm(dim=-1).cpu()
     return distances
-
-
-def _like_no_tap(ev: Evidence, d: Diagnosis) -> Tensor:
-    """Rows that are farther off than any token a router threw, and as far from other taps as from their own."""
-    assert d.tap is not None
-    rows, stack = ev.pair(d.sample, d.slot)
-    errors = row_errors(rows, stack)  # [L+2, T]
-    own = errors[d.tap].clone()
-    errors[d.tap] = float("inf")
-    farthest = ev.token_noise(d.sample, _TOKEN_RUNS)[d.tap, 1:].max()
-    like_none: Tensor = (own > _FLIP_ROOM * farthest) & (own > (1 - MIN_MARGIN) * errors.amin(0))
-    return like_none

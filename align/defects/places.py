@@ -16,8 +16,7 @@ def find_place(ev: Evidence, d: Diagnosis) -> Diagnosis:
         return d
     defect: Defect | None = None
     if (shifted := found.shift_from(d.sample)) is not None and shifted[1] >= MIN_RUN:
-        k, first = shifted
-        defect = Defect("shifted rows", f"row t holds token t{k:+d} from row {first} on")
+        defect = Defect("shifted rows", f"row t holds token t{shifted[0]:+d} from row {shifted[1]} on")
     elif (k := found.shift(d.sample)) is not None and k != 0:
         lost = any(defect.kind in ("missing rows", "cut off at the end") for defect in d.defects)
         if k > 1 or (k == 1 and lost):

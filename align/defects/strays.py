@@ -96,6 +96,10 @@ def deviating(ev: Evidence, d: Diagnosis) -> Tensor:
 
 
 def undecided(ev: Evidence, d: Diagnosis) -> Diagnosis:
+    """``d``, of which some rows deviate and nothing says why. Under routers that is said of none: they may have thrown
+    these rows."""
+    if ev.target.has_routers:
+        return d
     off = deviating(ev, d)
     text = f"{name_rows(off)} deviate from {ev.target.all_taps[d.tap or 0]} more than rounding, and the rest do not"
     return replace(d, defects=(*d.defects, Defect("undecided", text, certain=False)))
@@ -111,5 +115,8 @@ def _run_at_an_end(errors: Tensor) -> slice | None:
         last -= 1
     for run in (slice(last, len(lost)), slice(1, first)):
         if MIN_RUN <= run.stop - run.start <= len(lost) / 2:
+            while run.start == last > 1 and errors[run.start - 1] > STRAY_ERROR:  # a row that is half like its own
+                last -= 1
+                run = slice(last, run.stop)
             return slice(0, run.stop) if run.start == 1 and lost[0] else run
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,31 @@ def partial_mlp(layer: int, rank: int, ranks: int) -> Callable[[World, int, Tens
         for name, weight in mlp.named_parameters():
             if "down_proj" in name:
                 zero_rest(weight, weight.dim() - 1, rank, ranks)
+
+    return lambda world, n, rows: world.run_changed(n, change_model)[after(layer)]
+
+
+def all_but_one(layer: int, rank: int, ranks: int) -> Callable[[World, int, Tensor], Tensor]:
+    """Attention's sum without one rank's part; the MLP saw the whole one."""
+    only = partial_attention(layer, rank, ranks)
+
+    def change(world: World, n: int, rows: Tensor) -> Tensor:
+        whole, nothing = world.states(n)[after(layer)], partial_attention(layer, ranks, ranks)(world, n, rows)
+        return whole - (only(world, n, rows) - nothing)
+
+    return change
+
+
+def experts_and_shared(layer: int, rank: int, ranks: int, width: int) -> Callable[[World, int, Tensor], Tensor]:
+    """One rank's part where experts are split by expert, each ``width`` ways by width, and shared experts ``ranks``
+    ways by width."""
+
+    def change_model(model: Any) -> None:
+        mlp = model.model.layers[layer].mlp
+        zero_rest(mlp.experts.down_proj, 0, rank // width, ranks // width)
+        zero_rest(mlp.experts.down_proj, 2, rank % width, width)
+        if hasattr(mlp, "shared_experts"):
+            zero_rest(mlp.shared_experts.down_proj.weight, 1, rank, ranks)
 
     return lambda world, n, rows: world.run_changed(n, change_model)[after(layer)]
 
@@ -294,10 +320,35 @@ DEFECTS: dict[str, tuple[Any, str, str]] = {
     "tensor parallel half": (on_slot("slot 1", partial_mlp(2, 1, 2)), "partial sum", "slot 1"),
     "tensor parallel eighth": (on_slot("slot 2", partial_mlp(4, 5, 8)), "partial sum", "slot 2"),
     "attention quarter": (on_slot("slot 1", partial_attention(2, 0, 4)), "partial sum", "slot 1"),
+    "three quarters of attention": (
+        on_slot("slot 1", all_but_one(2, 1, 4)),
+        "partial sum: after:2 without rank 1 of 4 (tensor parallel) of its self_attn",
+        "slot 1",
+    ),
     "no residual": (on_slot("slot 1", mlp_output(2)), "part of a layer", "slot 1"),
     "residual twice": (on_slot("slot 1", residual_times(2, 2)), "counted 2 times", "slot 1"),
     "scaled": (on_slot("slot 0", lambda world, n, rows: rows * 3), "scaled", "slot 0"),
     "row late": (on_all(rolled(1)), "shifted rows: row t holds token t-1", "slots 0, 1, 2, last_hidden"),
+    "row early from 12 on": (
+        on_all(lambda world, n, rows: torch.cat([rows[:12], rows[13:], rows[-1:]])),
+        "shifted rows: row t holds token t+1 from row 12 on",
+        "slots 0, 1, 2, last_hidden",
+    ),
+    "row late from 20 on": (
+        on_all(lambda world, n, rows: torch.cat([rows[:20], rows[18:-2]])),
+        "shifted rows: row t holds token t-2 from row 20 on",
+        "slots 0, 1, 2, last_hidden",
+    ),
+    "stale prefix": (
+        on_all(noise_in(slice(0, 8))),
+        "prefix missing: rows 0 to 7 of 40 are no token's states",
+        "slots 0, 1, 2, last_hidden",
+    ),
+    "tail repeated": (
+        on_all(lambda world, n, rows: torch.cat([rows[:-6], rows[-7:-6].expand(6, -1)])),
+        "are copies of the row before",
+        "slots 0, 1, 2, last_hidden",
+    ),
     "row early": (on_all(rolled(-1)), "shifted rows: row t holds token t+1", "slots 0, 1, 2, last_hidden"),
     "one slot late": (on_slot("slot 2", rolled(1)), "shifted rows: row t holds token t-1", "slot 2"),
     "swapped samples": (swap_two_samples, "rows of another sample", "slots 0, 1, 2"),
@@ -326,7 +377,21 @@ DEFECTS: dict[str, tuple[Any, str, str]] = {
     "temperature": (warm_lse, "logsumexp differs", "target_top1, target_lse"),
 }
 MOE_ONLY: dict[str, tuple[Any, str, str]] = {
-    "expert parallel half": (on_slot("slot 1", partial_experts(2, 0, 2)), "partial sum", "slot 1"),
+    "expert parallel half": (
+        on_slot("slot 1", partial_experts(2, 0, 2)),
+        "partial sum: after:2 with only rank 0 of 2 (expert parallel) of its mlp",
+        "slot 1",
+    ),
+    "experts split, shared experts sliced": (
+        on_slot("slot 1", experts_and_shared(2, 1, 2, 1)),
+        "partial sum: after:2 with only rank 1 of 2 (expert parallel",
+        "slot 1",
+    ),
+    "experts split both ways": (
+        on_slot("slot 1", experts_and_shared(2, 1, 4, 2)),
+        "partial sum: after:2 with only rank 1 of 4 (expert parallel 2 x tensor parallel 2",
+        "slot 1",
+    ),
 }
 
 
@@ -353,9 +418,50 @@ def test_defect_is_named(
 def test_below_the_floor_nothing_is_accused(worlds: Callable[[str, str], tuple[Path, World]], tmp_path: Path) -> None:
     """int8 weights in a target whose routers make bfloat16 noisier than they do."""
     target, world = worlds("DeepseekV3ForCausalLM", "bfloat16")
-    report = replay(store(tmp_path / "d", world, TAPS, last_hidden=LAST, edit=changed_model(int8_weights)), target)
+    dataset = store(tmp_path / "d", world, TAPS, last_hidden=LAST, edit=changed_model(int8_weights), says_weights=False)
+    report = replay(dataset, target)
     assert report.count("mismatch") == 0, report.text()
+    assert report.count("unknown") > 0
     assert "detection floor" in report.text()
+
+
+@pytest.mark.parametrize(("family", "dtype"), TARGETS)
+def test_unproven_weights_are_unknown_below_the_floor(
+    worlds: Callable[[str, str], tuple[Path, World]], tmp_path: Path, family: str, dtype: str
+) -> None:
+    """Good states of which nothing says what weights made them: the floor is stated, and --strict does not pass."""
+    target, world = worlds(family, dtype)
+    report = replay(store(tmp_path / "d", world, TAPS, last_hidden=LAST, says_weights=False), target)
+    (unknown,) = [finding for finding in report.findings if finding.status != "ok"]
+    assert (unknown.check, unknown.status) == ("replay weights", "unknown"), report.text()
+    assert re.search(
+        r"from \d+\.\d\d% and certain from \d+\.\d\d% at after:5 on \(the detection floor\)", unknown.found
+    )
+    assert re.search(r"weights that all differ by less than \d+\.\d% of their spread stay below it", unknown.found)
+    assert (report.exit_status(), report.exit_status(strict=True)) == (0, 3)
+
+
+@pytest.mark.parametrize("size", [1e-3, 3e-3])
+def test_a_revision_below_the_floor_is_unknown(
+    worlds: Callable[[str, str], tuple[Path, World]], tmp_path: Path, size: float
+) -> None:
+    target, world = worlds("LlamaForCausalLM", "bfloat16")
+    dataset = store(tmp_path / "d", world, TAPS, last_hidden=LAST, edit=other_weights(size), says_weights=False)
+    report = replay(dataset, target)
+    assert [(f.check, f.status) for f in report.findings if f.status != "ok"] == [("replay weights", "unknown")]
+
+
+def test_the_stated_floor_is_where_doubt_begins(
+    worlds: Callable[[str, str], tuple[Path, World]], tmp_path: Path
+) -> None:
+    """Weights that differ by a fifth of the stated change stay below it; by more than the whole, they do not."""
+    target, world = worlds("LlamaForCausalLM", "bfloat16")
+    good = replay(store(tmp_path / "good", world, TAPS, last_hidden=LAST, says_weights=False), target)
+    stated = float(re.findall(r"less than (\d+\.\d)% of their spread", good.text())[0]) / 100
+    for share, expected in ((0.2, "deviations are rounding"), (1.6, "undecided")):
+        edit = other_weights(share * stated)
+        report = replay(store(tmp_path / str(share), world, TAPS, last_hidden=LAST, edit=edit), target)
+        assert expected in report.text()
 
 
 def fp8_checkpoint(target: Path) -> Path:

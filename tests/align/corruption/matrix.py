@@ -592,7 +592,7 @@ def poisoned(value: float) -> Callable[[Good], Spoiled]:
 
 
 def damaged(rows: Sequence[int], how: str, slot: int = 1, only: int = 3) -> Callable[[Good], Spoiled]:
-    """A few rows of one sample. how: noise of the rows' size, or half of the channels overwritten with another row's."""
+    """A few rows of one sample. how: noise of the rows' size, or half of each overwritten."""
 
     def spoil(_sample: Sample, _slot: int, part: Tensor) -> Tensor:
         draw = torch.Generator().manual_seed(5)
