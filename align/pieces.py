@@ -120,6 +120,8 @@ def explain_by_pieces(
             if fitting := [piece for piece in layout if accepted(piece, _BETTER)]:
                 partials.append(min(fitting, key=lambda piece: piece.error))
                 break
+        if partials and partials[-1].error <= noise.explained(j + 1):
+            break  # down to rounding: other layers cannot do better
     if partials and (least := min(partials, key=lambda piece: piece.error)).error < combination.error:
         return least
     if accepted(combination) and not is_tap:
