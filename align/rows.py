@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_SEARCHED_ROWS = 128
 MIN_RUN = 4  # rows in one piece that are no accident
+_LEAST_BEFORE = 0.3  # of the rows before a shift begins must be seen to be right: routers may have thrown the rest
 MIN_SHARE = 0.7  # of the searched rows must be found, for one pattern to explain a slot
 
 
@@ -60,8 +61,11 @@ class Found:
             return None
         k = int(offsets[moved].mode().values)
         first = int(self.rows[moved & (offsets == k)].min())
+        before = self.rows < first
+        if bool(before.any()) and float((mine & (offsets == 0))[before].float().mean()) < _LEAST_BEFORE:
+            return None
         right = mine & ((self.rows < first) & (offsets == 0) | (self.rows >= first) & (offsets == k))
-        return (k, first) if float(right.float().mean()) >= MIN_SHARE else None
+        return (k, first) if float(right[mine].float().mean()) >= MIN_SHARE else None
 
     def other_sample(self, own: int) -> int | None:
         """Index of the other sample that most rows belong to; None where there is none."""

@@ -94,7 +94,7 @@ def _reason(ev: Evidence, d: Diagnosis, typical: float, quantized: Projection | 
     if ev.target.has_routers:
         # Other weights move every token alike; routers leave some alone, or throw as far in a few runs of our own.
         quarter = float(ev.errors(d, d.tap)[1:].nan_to_num(0).quantile(0.25))
-        if quarter <= ev.explained(d.tap) or error <= ev.noise_of(d.sample).excluded(d.tap):
+        if quarter <= ev.explained(d.tap) or error <= min(ev.noise_of(d.sample).excluded(d.tap), MAX_ERROR / 2):
             return None
     if typical > within or (not ev.target.has_routers and error > ev.noise_of(d.sample).explained(d.tap)):
         text = "rows deviate more than rounding, and less than what only other weights would do"

@@ -26,7 +26,8 @@ def find_strays(ev: Evidence, diagnosis: Diagnosis) -> Diagnosis:
     stray = errors > STRAY_ERROR
     stray[0] = False
     if int(stray.sum()) > 2 * ev.noise.strays[tap] * len(stray):
-        if (moved := find_moved(ev, sample, slot, tap, stray)) is not None:
+        said = any(defect.kind in ("shifted rows", "rows of another sample") for defect in diagnosis.defects)
+        if not said and (moved := find_moved(ev, sample, slot, tap, stray)) is not None:
             return replace(diagnosis, defects=(*unless_explained(diagnosis.defects, moved), moved))
         if (cut := find_cut(ev, diagnosis, errors)) is not None:
             return as_tap(diagnosis, tap, cut)
