@@ -19,6 +19,10 @@ from eyas.align.defects.strays import drop_lost_rows, find_strays, undecided
 from eyas.align.defects.tokens import find_profile, follows_its_tokens
 from eyas.taps.match import match_taps
 
+INDISTINCT = Defect(
+    "undecided", "rounding alone moves this tap as far as other taps are from it: which one it is cannot be told",
+    certain=False,
+)  # fmt: skip
 NO_TAP = "no tap, no other row and no part of a layer fits"
 
 
@@ -56,6 +60,10 @@ def _match(ev: Evidence, slot: int, sample: int) -> Diagnosis:
     declared = ev.declared(slot)
     if declared in fitting:
         tap = declared
+    elif tap is not None and match.errors[tap] > match.best_error:
+        tap = None  # so noisy that anything fits it, and another is nearer
+    if tap is not None and ev.explained(tap) >= min(e for n, e in enumerate(match.errors) if n != tap):
+        defects = (*defects, INDISTINCT)
     diagnosis = Diagnosis(slot=slot, sample=sample, tap=tap, match=match, defects=defects)
     return diagnosis if tap is None else find_strays(ev, diagnosis)
 

@@ -122,6 +122,19 @@ def test_good_states_raise_nothing(targets: Callable[[str, str, bool], Path], tm
     assert report.exit_status(strict=True) == 0
 
 
+def test_what_rounding_drowns_is_unknown(tmp_path: Path) -> None:
+    """A random mixture of 61 layers in bfloat16: routers throw deep rows as far as the taps are apart."""
+    target = build_target(tmp_path / "target", "DeepseekV3ForCausalLM", num_hidden_layers=61)
+    world = make_world(target, "bfloat16", LENGTHS, seed=1)
+    dataset = store(tmp_path / "d", world, (after(1), after(29), after(57)), last_hidden=after(60))
+    report = replay(dataset, target)
+    found = {finding.check: finding for finding in report.findings}
+    assert found["replay slot 0"].status == "ok"
+    assert found["replay slots 1, 2, last_hidden"].status == "unknown"
+    assert "cannot be told" in found["replay slots 1, 2, last_hidden"].found
+    assert report.exit_status() == 0
+
+
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("qwen3-moe", "bfloat16")])
 def test_a_capture_raises_nothing(tmp_path: Path, family: str, dtype: str) -> None:
     good = capture_good(tmp_path, family, dtype=dtype, num_samples=5, taps="after:0,after:2,after:5", num_layers=6)
