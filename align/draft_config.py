@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 from eyas.align.draft import CONFIG_FILE, Draft, DraftConfig, Rope, declared_rope
 from eyas.align.engine import ENGINES, Engine
 from eyas.align.loaders import loaders_for
-from eyas.align.loaders.base import load
-from eyas.align.readings import ConfigReading, Fragment, fragments, read_config
+from eyas.align.loaders.base import FLAGS, load
+from eyas.align.readings import SERVING_CONFIG, ConfigReading, Fragment, fragments, read_config
 from eyas.shards.atomic import publish_new
 from eyas.shards.identity import DatasetIdentity
 from eyas.taps.conventions.numbering import ConventionError
 from eyas.taps.errors import EyasError, UsageError
-from eyas.taps.notation import format_taps
+from eyas.taps.notation import Tap, format_taps
 from eyas.taps.target import TargetFacts
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # the one name that vLLM and SGLang share
@@ -44,14 +44,25 @@ def make_draft_config(
     engine: Engine,
     *,
     draft_vocab_size: int | None = None,
+    num_layers: int = 1,
+    hidden_size: int | None = None,
+    switches: Mapping[str, bool] | None = None,
 ) -> DraftConfigFile:
-    """A Llama-like EAGLE-3 draft of one layer, sized like the target, that ``engine`` feeds ``identity``'s taps.
+    """A Llama-like EAGLE-3 draft, sized like the target, that ``engine`` feeds ``identity``'s taps.
 
-    target: the language model's part of its config.json. Switches of the forward that an engine may lack are off.
-    Raises ExportError where the engine cannot be told the taps or does not load the draft, and UsageError where its
-    releases would be told in different ways and none is given.
+    target: the language model's part of its config.json. hidden_size: the draft's, None for the target's. switches: of
+    the forward (loaders.base.FLAGS); an engine may lack one, so those not named are off. Raises ExportError where the
+    engine cannot be told the taps, does not load the draft or has no such switch, and UsageError where its releases
+    would be told in different ways and none is given.
     """
-    taps = identity.taps
+    config = _config(identity, target, draft_vocab_size) | {"num_hidden_layers": num_layers} | dict(switches or {})
+    if hidden_size is not None:
+        config |= _heads(config, hidden_size)
+    return tell_taps(config, identity.taps, facts, engine)
+
+
+def tell_taps(config: Mapping[str, Any], taps: Sequence[Tap], facts: TargetFacts, engine: Engine) -> DraftConfigFile:
+    """``config``, a draft's without layer ids, with those that make ``engine`` feed ``taps``. Raises as above."""
     try:
         found = fragments(engine, taps, facts)
     except ConventionError as error:
@@ -60,14 +71,12 @@ def make_draft_config(
         shown = "\n".join(f"  {fragment.label}: {fragment}" for fragment in found)
         raise UsageError(f"--engine {engine}: its releases read ids in different ways; say which (@VERSION):\n{shown}")
     (fragment,) = found
-    config = _config(identity, target, draft_vocab_size)
-    serving = ""
-    if fragment.place.startswith("speculative_config."):
-        serving = str(fragment)
-    else:
-        _write(config, fragment)
-    _prove(config, identity, facts, engine, in_config=not serving)
-    return DraftConfigFile(config=config, serving=serving)
+    told: dict[str, Any] = json.loads(json.dumps(dict(config)))
+    in_config = not fragment.place.startswith(SERVING_CONFIG)
+    if in_config:
+        _write(told, fragment)
+    _prove(told, tuple(taps), facts, engine, in_config=in_config)
+    return DraftConfigFile(config=told, serving="" if in_config else str(fragment))
 
 
 def write_draft_config(out: Path, config: Mapping[str, Any]) -> Path:
@@ -123,6 +132,20 @@ def _config(identity: DatasetIdentity, target: Mapping[str, Any], draft_vocab_si
     }
 
 
+def _heads(config: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Sizes of a draft of another width than the target: heads as wide as the target's, in the same proportion."""
+    if hidden_size % config["head_dim"]:
+        raise ExportError(f"hidden size {hidden_size} is no multiple of the target's heads ({config['head_dim']})")
+    heads = hidden_size // config["head_dim"]
+    shared = config["num_attention_heads"] // config["num_key_value_heads"]
+    return {
+        "hidden_size": hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // shared if heads % shared == 0 else heads,
+        "intermediate_size": round(config["intermediate_size"] * hidden_size / config["hidden_size"]),
+    }
+
+
 def _rope(rope: Rope) -> dict[str, Any]:
     """In the keys that every release of transformers reads."""
     keys: dict[str, Any] = {} if rope.theta is None else {"rope_theta": rope.theta}
@@ -138,18 +161,26 @@ def _write(config: dict[str, Any], fragment: Fragment) -> None:
 
 
 def _prove(
-    config: dict[str, Any], identity: DatasetIdentity, facts: TargetFacts, engine: Engine, *, in_config: bool
+    config: dict[str, Any], taps: tuple[Tap, ...], facts: TargetFacts, engine: Engine, *, in_config: bool
 ) -> None:
     """Read the config back as the engine does."""
-    wrong = [r for r in read_config(config, engine, facts) if r.taps != identity.taps] if in_config else []
+    wrong = [r for r in read_config(config, engine, facts) if r.taps != taps] if in_config else []
     if wrong:
-        raise ExportError(f"{engine} cannot be told to feed {format_taps(identity.taps)}: {wrong[0]}")
+        raise ExportError(f"{engine} cannot be told to feed {format_taps(taps)}: {wrong[0]}")
     draft = Draft(path=Path(), config=DraftConfig(config), tensors={}, d2t=None, t2d=None)
     for loader in loaders_for(engine, draft):
-        num_taps = load(loader, draft).num_taps
-        if in_config and num_taps != len(identity.taps):
+        loading = load(loader, draft)
+        num_taps = loading.num_taps
+        if lost := [name for name in FLAGS if bool(config[name]) != loading.flags[name]]:
             raise ExportError(
-                f"{loader.label} builds its draft for {num_taps} taps, and this dataset has {len(identity.taps)}: "
+                f"{loader.label} has no {' and no '.join(lost)} in its draft, and this one has ({loader.source}): "
+                f"serve it with another engine or release, or train it without"
+            )
+        if config["num_hidden_layers"] > (loader.max_layers or config["num_hidden_layers"]):
+            raise ExportError(f"{loader.label} builds drafts of {loader.max_layers} layer, and this one has more")
+        if in_config and num_taps != len(taps):
+            raise ExportError(
+                f"{loader.label} builds its draft for {num_taps} taps, and there are {len(taps)}: "
                 f"capture {num_taps} taps, or serve with a release that takes any number"
             )
 

@@ -16,7 +16,7 @@ from eyas.cli.recipe import RECIPE_FILE, apply_recipe, load_recipe
 from eyas.taps.errors import EyasError, UsageError
 
 # In the order of the data flow, which is how --help lists them.
-COMMANDS = ("prepare", "capture", "status", "standardize", "check", "export", "inspect")
+COMMANDS = ("prepare", "regenerate", "capture", "status", "standardize", "check", "train", "eval", "export", "inspect")
 
 ARGUMENTS = "eyas.arguments"  # key of ctx.meta: the arguments as given, for commands that start themselves again
 
@@ -79,11 +79,14 @@ def main() -> None:
     """Capture hidden states of a large language model, standardize and check them, train draft heads on them.
 
     \b
-    eyas prepare conversations.jsonl prepared --target TARGET
+    eyas regenerate conversations.jsonl answers.jsonl --target TARGET
+    eyas prepare answers.jsonl prepared --target TARGET
     eyas capture prepared captured --target TARGET --taps default
     eyas status captured
     eyas standardize captured standard --taps default
     eyas check standard --draft DRAFT --engine sglang@0.5.23
+    eyas train standard run --target TARGET
+    eyas eval run --decode prompts.jsonl
     eyas inspect standard --verify
 
     Every command can be killed at any time and run again. Exit status: 0 done, 1 failed, 2 wrong usage, 3 check found

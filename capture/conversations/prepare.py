@@ -113,7 +113,7 @@ class RowPreparer:
         row_id = None
         notes: Counter[str] = Counter()
         try:
-            body = _parse(raw.body)
+            body = parse_row(raw.body)
             if isinstance(body, Mapping) and isinstance(body.get("id"), str | int):
                 row_id = str(body["id"])
             row = self._prepare(body, raw.source, notes)
@@ -325,7 +325,8 @@ def _same_or_refuse(
         )
 
 
-def _parse(body: Any) -> Any:
+def parse_row(body: Any) -> Any:
+    """The row that ``body`` of a RawRow holds. Raises RowError where it is no JSON."""
     if not isinstance(body, bytes):
         return body
     try:

@@ -1,6 +1,7 @@
 """The engines that can run a target, by name. Each folder has the same file names and is imported only when used.
 
-``load.py`` has ``read_outline`` and ``hash_weights``; ``engine.py`` has ``check_settings`` and ``create_engine``.
+``load.py`` has ``read_outline`` and ``hash_weights``; ``engine.py`` has ``check_settings`` and ``create_engine``;
+``generate.py`` has ``create_generator``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eyas.capture.engines.base import Engine, EngineSettings, TargetOutline
+    from eyas.capture.engines.base import Engine, EngineSettings, Generator, Sampling, TargetOutline
 
 ENGINES = ("transformers",)
 
@@ -36,4 +37,11 @@ def check_settings(engine: str, outline: TargetOutline, settings: EngineSettings
 def create_engine(engine: str, settings: EngineSettings) -> Engine:
     """The engine, ready to be entered (which loads the target)."""
     created: Engine = import_module(f"{__name__}.{engine}.engine").create_engine(settings)
+    return created
+
+
+def create_generator(engine: str, settings: EngineSettings, sampling: Sampling, batch_size: int | None) -> Generator:
+    """What has the target answer, with the target loaded. ``batch_size`` None: the engine's own choice."""
+    generate: Any = import_module(f"{__name__}.{engine}.generate")
+    created: Generator = generate.create_generator(settings, sampling, batch_size)
     return created

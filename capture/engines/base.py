@@ -18,7 +18,7 @@ from eyas.shards.identity import DTYPES, DatasetIdentity, TargetIdentity
 from eyas.shards.ledger import SealedShard
 from eyas.shards.sample import TokenSample
 from eyas.shards.writer import ShardWriter
-from eyas.taps.errors import EyasError
+from eyas.taps.errors import EyasError, UsageError
 from eyas.taps.notation import Tap
 
 
@@ -85,6 +85,52 @@ class Sink:
             codec_threads=self.codec_threads,
             metadata=metadata,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How answers are generated."""
+
+    temperature: float  # 0 takes the most probable token always
+    top_p: float  # 1 samples from the whole vocabulary
+    stop_ids: frozenset[int]  # tokens that end an answer
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"--temperature {self.temperature}: expected 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p {self.top_p}: expected more than 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Tokens that the target is to answer."""
+
+    input_ids: npt.NDArray[np.int32]  # [T]
+    max_new_tokens: int
+    seed: int  # of this answer's own random numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the target answered."""
+
+    token_ids: list[int]  # the end token included where there is one
+    finish: Literal["stop", "length"]  # length: cut at max_new_tokens, so there is no end token
+
+
+class Generator(Protocol):
+    """One way to have the target answer, with the target loaded."""
+
+    batch_size: int  # prompts that are best given at a time
+    prompt_tokens: int  # of padded area of one batch, at most
+
+    def generate(self, prompts: Sequence[Prompt], should_stop: Callable[[], bool]) -> Iterator[tuple[int, Answer]]:
+        """Answer ``prompts``; yields (number of the prompt, its answer) as each ends, in any order.
+
+        Once ``should_stop`` is true the iterator ends; what is unfinished is dropped.
+        """
+        ...
 
 
 class SampleSource(Protocol):

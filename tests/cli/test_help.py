@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "prepare": """--dry-run --json --last-turn-only --max-samples --max-tokens --min-trained-tokens --overlong
         --revision --show --split --strict --target --trust-remote-code --workers""",
+    "regenerate": """--batch-size --device --dry-run --dtype --engine --greedy --json --max-new-tokens --max-runtime
+        --max-samples --max-tokens --revision --seed --split --target --temperature --top-p --trust-remote-code""",
     "capture": """--batch-tokens --codec --codec-threads --convention --device --dp --draft --dry-run --dtype --engine
         --json --last-hidden --layers --max-rejects --max-runtime --max-samples --no-target-statistics --retry-rejects
         --revision --serving-engine --shard-size --taps --target --target-statistics --tp --trust-remote-code
@@ -28,7 +30,16 @@ OPTIONS = {
     "standardize": """--codec --convention --dry-run --dtype --from-config --json --last-hidden --layers --shard-size
         --taps --workers""",
     "check": "--draft --engine --engine-live --identify --json --replay --strict --target --trust-remote-code",
-    "export": "--draft-vocab-size --engine --json --target",
+    "train": """--accumulate --batch-tokens --clip --compile --device --dp --draft-hidden-size --draft-layers
+        --draft-vocab-size --dry-run --dtype --epochs --fc-norm --init-from --json --keep --learning-rate --loss
+        --max-runtime --max-steps --no-compile --noise --norm-before-fc --norm-before-residual --norm-output
+        --optimizer --overlong --plot --reader-threads --save-every --schedule --seed --serving-engine --shard
+        --step-weights --target --tensorboard --trainer --trust-remote-code --ttt-steps --validate-every --validation
+        --warmup --weight-decay""",
+    "eval": """--baselines --dataset --decode --device --draft-ms --draft-tokens --dry-run --dtype --engine --json
+        --max-new-tokens --max-prompts --plot --seed --steps --target --temperature --trust-remote-code --validation
+        --verify-ms""",
+    "export": "--draft-vocab-size --dtype --engine --json --source-engine --target",
     "inspect": "--json --plot --sample --target --trust-remote-code --verify --workers",
 }
 

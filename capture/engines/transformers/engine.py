@@ -90,7 +90,7 @@ class TransformersEngine:
         settings = self._settings
         outline = self._outline
         check_settings(outline, settings)
-        device = _pick_device(settings)
+        device = pick_device(settings)
         ranks = Ranks(settings.tp, device)
         try:
             model = load_model(settings, outline, device=device, quiet=ranks.rank != 0)
@@ -457,7 +457,7 @@ def _num_rows(lm_head: Any) -> int:
     return int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0])
 
 
-def _pick_device(settings: EngineSettings) -> torch.device:
+def pick_device(settings: EngineSettings) -> torch.device:
     """This process's device. Raises TargetError where it cannot be had."""
     import torch
 

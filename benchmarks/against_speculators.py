@@ -1,0 +1,143 @@
+"""Drafts of eyas and of speculators 0.9.0 from the same data, judged by one evaluator.
+
+    python benchmarks/against_speculators.py data WORK --conversations smol-sharegpt.jsonl.gz --target TARGET
+    python benchmarks/against_speculators.py eyas WORK --name best --seeds 0 1 2 --options "--optimizer muon"
+    python benchmarks/against_speculators.py speculators WORK --name theirs --seeds 0 1 2
+    python benchmarks/against_speculators.py judge WORK --prompts mt_bench.jsonl gsm8k.jsonl
+
+``data`` splits the conversations once into training, validation and a test part that nobody trains on, captures both
+with eyas (taps after:1,14,26) and writes the first as speculators reads it, training rows first, so that its
+--train-data-ratio makes the same validation split. Both train 3 epochs with a draft vocabulary of 16 384 ids, the same
+one; speculators with its defaults but for the loss implementation (its fused loss crashed under torch 2.11). ``judge``
+measures every draft on the test part, greedily at 3 steps, and with --prompts by real decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from eyas.shards.dataset import open_dataset
+from eyas.shards.sample import parse_sample_ids
+from eyas.standardize.formats.speculators.write import write_dataset
+from eyas.train.split import validation_mask
+from eyas.train.vocabulary import DraftVocabulary
+
+ROOT = Path(__file__).parents[1]
+VOCAB, EPOCHS, VALIDATION, LAYER_IDS = 16_384, 3, 0.05, ("2", "15", "27")
+COMMON = ["--draft-vocab-size", VOCAB, "--epochs", EPOCHS, "--ttt-steps", 3]
+
+
+def eyas(*arguments: object) -> str:
+    command = [sys.executable, "-m", "eyas.cli.main", *map(str, arguments)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def data(options: argparse.Namespace) -> None:
+    work, target = options.work, options.target
+    work.mkdir(parents=True, exist_ok=True)
+    with gzip.open(options.conversations, "rt") as file:
+        rows = file.readlines()
+    random.Random(0).shuffle(rows)
+    rows = rows[: options.max_conversations]
+    parts = {"test": rows[: options.test], "train": rows[options.test :]}
+    for name, lines in parts.items():
+        (work / f"{name}.jsonl").write_text("".join(lines))
+        eyas("prepare", work / f"{name}.jsonl", work / f"{name}-prepared", "--target", target)
+        eyas("capture", work / f"{name}-prepared", work / f"{name}-captured", "--target", target, "--taps",
+             "after:1,after:14,after:26")  # fmt: skip
+        eyas("standardize", work / f"{name}-captured", work / name, "--taps", "after:1,after:14,after:26")
+    # A run of no steps worth mentioning, for its draft vocabulary.
+    eyas("train", work / "train", work / "run-vocabulary", "--target", target, "--draft-vocab-size", VOCAB,
+         "--max-steps", 1, "--batch-tokens", 1024, "--no-compile", "--validation", 0)  # fmt: skip
+    vocabulary = DraftVocabulary.load(work / "run-vocabulary" / "vocabulary.safetensors")
+    dataset = open_dataset(work / "train")
+    ids = np.array([sample for shard in dataset.iter_shards() for sample in shard.sample_ids])
+    held_out = validation_mask(parse_sample_ids(ids.tolist()), VALIDATION)
+    order = [*ids[~held_out].tolist(), *ids[held_out].tolist()]
+    write_dataset(dataset, work / "speculators", order, d2t=vocabulary.d2t, t2d=vocabulary.t2d)
+    share = (int((~held_out).sum()) + 0.5) / len(ids)
+    facts = {"target": str(target), "train_share": share, "samples": len(ids), "tokens": dataset.num_tokens}
+    (work / "facts.json").write_text(json.dumps(facts))
+    print(facts, "held out", int(held_out.sum()), "test", open_dataset(work / "test").num_samples)
+
+
+def train_ours(options: argparse.Namespace, facts: dict[str, object]) -> None:
+    for seed in options.seeds:
+        run = options.work / f"eyas-{options.name}-{seed}"
+        started = time.time()
+        eyas("train", options.work / "train", run, "--target", facts["target"], *COMMON, "--validation", VALIDATION,
+             "--seed", seed, *options.options.split())  # fmt: skip
+        (run / "wall.json").write_text(json.dumps(time.time() - started))
+        print(f"{run.name}: {time.time() - started:.0f} s", flush=True)
+
+
+def train_theirs(options: argparse.Namespace, facts: dict[str, object]) -> None:
+    for seed in options.seeds:
+        out = options.work / f"speculators-{options.name}-{seed}"
+        command = [
+            sys.executable, ROOT / "benchmarks" / "speculators_run.py", options.work / f"{out.name}-times.json", 0,
+            "--speculator-type", "eagle3", "--verifier-name-or-path", facts["target"], "--data-path",
+            options.work / "speculators", "--save-path", out, "--on-missing", "raise", "--train-data-ratio",
+            facts["train_share"], "--loss-implementation", "eager", "--target-layer-ids", *LAYER_IDS, "--seed", seed,
+            "--log-freq", 1000, *COMMON, *options.options.split(),
+        ]  # fmt: skip
+        started = time.time()
+        with open(options.work / f"{out.name}.log", "w") as log:
+            subprocess.run([str(part) for part in command], check=True, stdout=log, stderr=subprocess.STDOUT)
+        (out / "wall.json").write_text(json.dumps(time.time() - started))
+        print(f"{out.name}: {time.time() - started:.0f} s", flush=True)
+
+
+def judge(options: argparse.Namespace, facts: dict[str, object]) -> None:
+    drafts = {run.name: run for run in sorted(options.work.glob("eyas-*")) if (run / "wall.json").exists()}
+    for out in sorted(options.work.glob("speculators-*-*")):
+        if (out / "wall.json").exists():
+            drafts[out.name] = max((p for p in out.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+    drafts = {name: path for name, path in drafts.items() if options.name in name}
+    for name, path in drafts.items():
+        wall = json.loads((options.work / name / "wall.json").read_text())
+        report = json.loads(eyas("eval", path, "--target", facts["target"], "--dataset", options.work / "test",
+                                 "--validation", 0, "--draft-tokens", 3, "--json"))  # fmt: skip
+        (found,) = report["held_out"].values()
+        line = f"{name:<40} {wall:5.0f} s  accepted length {found['accepted_length']:.3f}  "
+        line += " / ".join(f"{share:.3f}" for share in found["acceptance"])
+        for prompts in options.prompts:
+            report = json.loads(eyas("eval", path, "--target", facts["target"], "--decode", prompts, "--draft-tokens",
+                                     3, "--max-prompts", options.max_prompts, "--json"))  # fmt: skip
+            (tally,) = report["decoding"]["tallies"]
+            line += f"  {prompts.stem} {tally['accepted_length']:.3f}"
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["data", "eyas", "speculators", "judge"])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--conversations", type=Path)
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--test", type=int, default=500)
+    parser.add_argument("--max-conversations", type=int)
+    parser.add_argument("--name", default="")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--options", default="", help="further options of the trainer")
+    parser.add_argument("--prompts", type=Path, nargs="*", default=[])
+    parser.add_argument("--max-prompts", type=int, default=80)
+    options = parser.parse_args()
+    if options.what == "data":
+        data(options)
+        return
+    facts = json.loads((options.work / "facts.json").read_text())
+    {"eyas": train_ours, "speculators": train_theirs, "judge": judge}[options.what](options, facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""eyas regenerate: read conversations, have the target answer them in batches, write what is finished."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from eyas.capture.conversations.normalise import RowError
+from eyas.capture.conversations.prepare import parse_row
+from eyas.capture.conversations.reading import CUT_OFF, Reader
+from eyas.capture.conversations.template import ChatTemplate, read_stop_ids
+from eyas.capture.engines import create_generator, hash_weights, read_outline
+from eyas.capture.engines.base import EngineSettings, Prompt, Sampling
+from eyas.capture.errors import ConversationsError, TargetError
+from eyas.capture.prepared import RejectedRow
+from eyas.capture.regenerate.chat import Chat
+from eyas.capture.regenerate.output import Output
+from eyas.capture.tokenizer import load_tokenizer, tokenizer_identity
+
+# Conversations waiting at a time, in batches: enough to find prompts of about one length.
+BATCHES_WAITING = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateConfig:
+    """A regeneration, resolved. The first five decide the answers."""
+
+    settings: EngineSettings
+    temperature: float
+    top_p: float
+    seed: int
+    max_new_tokens: int
+    max_tokens: int | None  # of a whole conversation; None: the target's positions
+    engine: str
+    batch_size: int | None  # None: the engine's choice
+    max_samples: int | None  # the first so many conversations of the input that can be answered
+    max_runtime_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateSummary:
+    """How a regeneration ended."""
+
+    out: str
+    num_done: int  # conversations in OUT, earlier runs included
+    num_left: int  # known to be left: what waited when it stopped
+    num_new: int
+    num_answers: int  # of this run, and the tokens in them
+    num_new_tokens: int
+    num_rejected: int  # rows of the input that cannot be regenerated
+    rejected: dict[str, int]
+    num_duplicates: int
+    num_cut: int  # new conversations that end with an answer cut at --max-new-tokens
+    num_rewritten: int  # new conversations whose template rewrites earlier answers: those are not trained
+    cut_off: list[str]  # what could not be read of the input
+    seconds: float  # from the first batch on
+    stopped: str | None  # "signal" or "max runtime"
+
+
+@dataclass
+class _Waiting:
+    chat: Chat
+    prompt: Prompt
+
+
+def regenerate(
+    reader: Reader,
+    out: Path,
+    config: RegenerateConfig,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[int, str], None] = lambda amount, note: None,
+) -> RegenerateSummary:
+    """Append to ``out`` the conversations of ``reader`` with the target's own answers.
+
+    ``on_progress`` is told how many conversations were finished, and a note. Run again after any interruption, with
+    another batch size too, it goes on with what is missing. Raises ConversationsError, TargetError.
+    """
+    started = time.monotonic()
+    session = _Session(reader, config, out, on_progress)
+
+    def why_stop() -> str | None:
+        if should_stop():
+            return "signal"
+        limit = config.max_runtime_seconds
+        return "max runtime" if limit is not None and time.monotonic() - started >= limit else None
+
+    with session.output:
+        stopped = session.run(why_stop)
+    return session.summary(stopped)
+
+
+class _Session:
+    def __init__(
+        self, reader: Reader, config: RegenerateConfig, out: Path, on_progress: Callable[[int, str], None]
+    ) -> None:
+        settings = config.settings
+        target, revision, trust = settings.target, settings.revision, settings.trust_remote_code
+        outline = read_outline(config.engine, target=target, revision=revision, trust_remote_code=trust)
+        tokenizer = load_tokenizer(target, revision, trust)
+        stop_ids = read_stop_ids(target, revision)
+        self._template = ChatTemplate(tokenizer, stop_ids)
+        if not self._template.exists:
+            raise TargetError(
+                f"--target {target}: its tokenizer has no chat template, so it cannot be asked anything. Give the "
+                "chat model, or put its chat_template.jinja into the target's folder"
+            )
+        ends = {*stop_ids, *(tokenizer.convert_tokens_to_ids(text) for text in self._template.end_texts)}
+        ends -= {None, tokenizer.unk_token_id}
+        if not ends:
+            raise TargetError(
+                f"--target {target}: no token is known to end its answers; name eos_token_id in its config"
+            )
+        limits = [limit for limit in (config.max_tokens, outline.max_positions) if limit is not None]
+        self._max_tokens = min(limits, default=2**31)
+        self._config = config
+        self._sampling = Sampling(temperature=config.temperature, top_p=config.top_p, stop_ids=frozenset(ends))
+        greedy = config.temperature == 0
+        self.output = Output(
+            out,
+            {
+                "format": "eyas-regenerated",
+                "config_hash": outline.config_hash,
+                "weights_hash": hash_weights(config.engine, target=target, revision=revision),
+                "tokenizer": asdict(tokenizer_identity(target, tokenizer, revision)),
+                "dtype": settings.dtype,
+                "temperature": config.temperature,
+                "top_p": None if greedy else config.top_p,
+                "seed": None if greedy else config.seed,
+                "max_new_tokens": config.max_new_tokens,
+                "max_tokens": config.max_tokens,
+            },
+        )
+        self._reader = reader
+        self._on_progress = on_progress
+        self._rejected: Counter[str] = Counter()
+        self._cut_off: list[str] = []
+        self._waiting: list[_Waiting] = []  # in the order they came
+        self._num_new = self._num_answers = self._num_tokens = self._num_duplicates = 0
+        self._num_cut = self._num_rewritten = 0
+        self._num_wanted = 0  # conversations of the input so far that can be answered, those done included
+        self._first_batch = self._last_answer = time.monotonic()
+
+    def run(self, why_stop: Callable[[], str | None]) -> str | None:
+        """Answer all that is missing; says why it stopped early."""
+        chats = self._missing()
+        if not self._refill(chats, 1):  # all done: no target is loaded for nothing
+            if not self.output.done:
+                raise ConversationsError(
+                    f"{self._reader.name}: no row of it can be regenerated, see {self.output.rejects_path}"
+                )
+            return None
+        config = self._config
+        generator = create_generator(config.engine, config.settings, self._sampling, config.batch_size)
+        self._first_batch = time.monotonic()
+        while self._refill(chats, generator.batch_size * BATCHES_WAITING):
+            batch = self._take(generator.batch_size, generator.prompt_tokens)
+            unanswered = dict(enumerate(batch))
+            for number, answer in generator.generate([w.prompt for w in batch], lambda: why_stop() is not None):
+                waiting = unanswered.pop(number)
+                self._num_answers += 1
+                self._num_tokens += len(answer.token_ids)
+                self._last_answer = time.monotonic()
+                if waiting.chat.add(answer, self._template.tokenizer):
+                    self._ask(waiting.chat)
+                else:
+                    self._finish(waiting.chat)
+            self._waiting += unanswered.values()
+            if (reason := why_stop()) is not None and self._refill(chats, 1):
+                return reason
+        return None
+
+    def summary(self, stopped: str | None) -> RegenerateSummary:
+        return RegenerateSummary(
+            out=str(self.output.path),
+            num_done=len(self.output.done),
+            num_left=len(self._waiting),
+            num_new=self._num_new,
+            num_answers=self._num_answers,
+            num_new_tokens=self._num_tokens,
+            num_rejected=self._rejected.total(),
+            rejected=dict(sorted(self._rejected.items())),
+            num_duplicates=self._num_duplicates,
+            num_cut=self._num_cut,
+            num_rewritten=self._num_rewritten,
+            cut_off=self._cut_off,
+            seconds=self._last_answer - self._first_batch,
+            stopped=stopped,
+        )
+
+    def _missing(self) -> Iterator[Chat]:
+        """The input's conversations that are not in the output, each once."""
+        seen: set[str] = set()
+        done = frozenset(self.output.done)
+        for raw in self._reader:
+            if self._num_wanted == self._config.max_samples:
+                return
+            if isinstance(raw, RejectedRow):
+                if raw.kind == CUT_OFF:
+                    self._cut_off.append(f"{raw.source}: {raw.reason}")
+                self._reject(raw.source, raw.row_id, raw.kind, raw.reason)
+                continue
+            try:
+                chat = Chat(parse_row(raw.body), raw.source)
+            except RowError as error:
+                self._reject(raw.source, None, error.kind, error.reason)
+                continue
+            if chat.key in seen:
+                self._num_duplicates += 1
+                continue
+            seen.add(chat.key)
+            self._num_wanted += 1
+            if chat.key not in done:
+                yield chat
+
+    def _refill(self, chats: Iterator[Chat], wanted: int) -> bool:
+        """Have ``wanted`` conversations waiting, as far as there are any; says whether any is."""
+        while len(self._waiting) < wanted and (chat := next(chats, None)) is not None:
+            self._ask(chat)
+        return bool(self._waiting)
+
+    def _ask(self, chat: Chat) -> None:
+        """Let ``chat`` wait for its next answer, or end it where it can have none."""
+        config = self._config
+        try:
+            prompt = chat.prompt(
+                self._template, seed=config.seed, max_new_tokens=config.max_new_tokens, max_tokens=self._max_tokens
+            )
+            if prompt is None:
+                raise RowError("too long", f"its prompt leaves no room for an answer within {self._max_tokens} tokens")
+        except RowError as error:
+            if chat.turn:
+                self._finish(chat)
+            else:
+                self._reject(chat.source, chat.row_id, error.kind, error.reason)
+                self._num_wanted -= 1
+            return
+        self._waiting.append(_Waiting(chat, prompt))
+
+    def _take(self, batch_size: int, prompt_tokens: int) -> list[_Waiting]:
+        """The conversation that has waited longest, and those whose prompts are nearest to its in length."""
+        length = len(self._waiting[0].prompt.input_ids)
+        nearest = sorted(self._waiting, key=lambda waiting: abs(len(waiting.prompt.input_ids) - length))[:batch_size]
+        batch = [nearest[0]]
+        width = length
+        for waiting in nearest[1:]:
+            width = max(width, len(waiting.prompt.input_ids))
+            if width * (len(batch) + 1) > prompt_tokens:
+                break
+            batch.append(waiting)
+        taken = {id(waiting) for waiting in batch}
+        self._waiting = [waiting for waiting in self._waiting if id(waiting) not in taken]
+        return batch
+
+    def _finish(self, chat: Chat) -> None:
+        self.output.add(chat.row())
+        self._num_new += 1
+        self._num_cut += chat.finish == "length"
+        self._num_rewritten += chat.rewritten
+        rate = self._num_tokens / max(time.monotonic() - self._first_batch, 1e-9)
+        self._on_progress(1, f"{self._num_tokens:,} tokens, {rate:,.0f} tokens/s")
+
+    def _reject(self, source: str, row_id: str | None, kind: str, reason: str) -> None:
+        self._rejected[kind] += 1
+        self.output.reject(source=source, row_id=row_id, kind=kind, reason=reason)

@@ -1,0 +1,130 @@
+"""`eyas regenerate`: conversations with the target's own answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from eyas.capture.engines import ENGINES
+from eyas.cli.parameters import duration
+from eyas.cli.progress import Progress, format_seconds
+from eyas.cli.recipe import dry_run_option, print_dry_run
+from eyas.cli.signals import stop_on_signals
+from eyas.taps.errors import EXIT_STOPPED_EARLY
+
+if TYPE_CHECKING:
+    from eyas.capture.regenerate.session import RegenerateSummary
+
+
+@click.command(name="regenerate", short_help="Replace the answers in conversations by the target's own.")
+@click.argument("conversations")
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--target", required=True, help="The model that answers: a folder or a name on the hub.")
+@click.option("--revision", help="The target's revision on the hub.")
+@click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the target.")
+@click.option("--split", help="Split of a dataset from the hub (default: train) or of a saved one with several.")
+@click.option("--engine", type=click.Choice(ENGINES), default="transformers", help="What runs the target.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="auto: cuda if there is one."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    help="Of the target; auto is the checkpoint's.",
+)
+@click.option("--temperature", type=click.FloatRange(0), default=0.7, help="0 is greedy.")
+@click.option("--greedy", is_flag=True, help="The same as --temperature 0.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=0.95, help="Nucleus sampling.")
+@click.option("--seed", type=int, default=0, help="Each answer draws its own random numbers from it.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=1024, help="Longest answer, in tokens.")
+@click.option("--max-tokens", type=click.IntRange(2), help="Longest conversation; default: the target's positions.")
+@click.option("--batch-size", type=click.IntRange(1), help="Answers generated at a time; default: 128, on a CPU 32.")
+@click.option("--max-samples", type=click.IntRange(1), help="Regenerate only the first so many conversations.")
+@click.option("--max-runtime", type=duration, help="Stop and exit 75 after this time, e.g. 11h30m.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@dry_run_option
+def command(**options: Any) -> None:
+    """Answer the questions in CONVERSATIONS with --target itself, and append the conversations to the file OUT.
+
+    A draft learns to foretell its target, so it is trained on what the target says. CONVERSATIONS is whatever eyas
+    prepare reads; each answer is replaced by the target's own to the conversation so far. OUT is JSON lines that eyas
+    prepare reads, with the very tokens that were generated. A conversation ends with an answer that is cut at
+    --max-new-tokens ("finish": "length"), and before an answer that calls tools.
+
+    Run it again after any interruption, with another batch size too: finished conversations stay. SIGTERM, Ctrl-C and
+    --max-runtime stop it with exit status 75.
+
+    \b
+    eyas regenerate sharegpt.json answers.jsonl --target ./llama --max-new-tokens 512
+    eyas prepare answers.jsonl prepared --target ./llama
+    """
+    from eyas.capture.conversations.reading import Reader
+    from eyas.capture.engines import read_outline
+    from eyas.capture.engines.base import EngineSettings
+    from eyas.capture.regenerate.session import RegenerateConfig, regenerate
+
+    with stop_on_signals() as stopping:
+        target, revision, trust = options["target"], options["revision"], options["trust_remote_code"]
+        outline = read_outline(options["engine"], target=target, revision=revision, trust_remote_code=trust)
+        config = RegenerateConfig(
+            settings=EngineSettings(
+                target=target,
+                taps=(),
+                dtype=outline.dtype if options["dtype"] == "auto" else options["dtype"],
+                revision=revision,
+                trust_remote_code=trust,
+                device=options["device"],
+            ),
+            temperature=0.0 if options["greedy"] else options["temperature"],
+            top_p=options["top_p"],
+            seed=options["seed"],
+            max_new_tokens=options["max_new_tokens"],
+            max_tokens=options["max_tokens"],
+            engine=options["engine"],
+            batch_size=options["batch_size"],
+            max_samples=options["max_samples"],
+            max_runtime_seconds=options["max_runtime"],
+        )
+        reader = Reader(options["conversations"], options["split"])
+        if options["dry_run"]:
+            size = "unknown" if reader.total is None else f"{reader.total:,} {reader.unit}"
+            print_dry_run({"input": size, "temperature used": config.temperature, "writes": options["out"]})
+            return
+        with Progress("regenerate", options["max_samples"], "conversations") as progress:
+            summary = regenerate(
+                reader, options["out"], config, should_stop=stopping.is_set, on_progress=progress.update
+            )
+    _report(summary, as_json=options["as_json"])
+    if summary.stopped is not None:
+        click.echo(f"stopped early ({summary.stopped}): run the same command again to go on", err=True)
+        raise SystemExit(EXIT_STOPPED_EARLY)
+
+
+def _report(summary: RegenerateSummary, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(asdict(summary)))
+    else:
+        rate = summary.num_new_tokens / max(summary.seconds, 1e-9)
+        click.echo(
+            f"{summary.out}: {summary.num_done:,} conversations, {summary.num_new:,} of them new: "
+            f"{summary.num_answers:,} answers, {summary.num_new_tokens:,} tokens in {format_seconds(summary.seconds)} "
+            f"({rate:,.0f} tokens/s)"
+        )
+    facts = [("duplicates", summary.num_duplicates)]
+    facts += [(f"rejected, {kind}", number) for kind, number in summary.rejected.items()]
+    facts += [
+        ("end with an answer that was cut off", summary.num_cut),
+        ("have earlier answers that the template rewrites: not trained", summary.num_rewritten),
+    ]
+    for label, number in facts:
+        if number:
+            click.echo(f"  {number:>9,}  {label}", err=as_json)
+    for message in summary.cut_off:
+        click.echo(f"eyas: {message}", err=True)
+    if summary.rejected:
+        click.echo(f"eyas: each rejected row and its reason: {summary.out}.rejects.jsonl", err=True)

@@ -1,0 +1,1 @@
+"""SpecForge offline features: one .ckpt of torch.save for each sample."""

@@ -1,0 +1,1 @@
+"""Other trainers, started on a dataset of ours."""
