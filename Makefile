@@ -12,7 +12,7 @@ install: .venv/installed
 	.venv/bin/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-# The main job on a real model: leaves demo/target, demo/prepared, demo/captured and demo/standard.
+# The main job on a real model: leaves demo/target, demo/standard, demo/run and demo/draft among others.
 demo: install
 	PATH="$(CURDIR)/.venv/bin:$$PATH" sh examples/demo.sh demo
 
