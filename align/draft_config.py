@@ -135,7 +135,9 @@ def _config(identity: DatasetIdentity, target: Mapping[str, Any], draft_vocab_si
 def _heads(config: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
     """Sizes of a draft of another width than the target: heads as wide as the target's, in the same proportion."""
     if hidden_size % config["head_dim"]:
-        raise ExportError(f"hidden size {hidden_size} is no multiple of the target's heads ({config['head_dim']})")
+        raise UsageError(
+            f"draft hidden size {hidden_size}: expected a multiple of {config['head_dim']}, the heads' size"
+        )
     heads = hidden_size // config["head_dim"]
     shared = config["num_attention_heads"] // config["num_key_value_heads"]
     return {

@@ -78,7 +78,9 @@ class FilesSource:
         self._folder, self._hidden_size, self._vocab_size = folder, hidden_size, vocab_size
         self.name = str(folder)
         self._files = sorted(
-            path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink()
+            path
+            for path in folder.rglob("*")
+            if path.suffix in SUFFIXES and path.is_file()  # the hub's are links
         )
         if not self._files:
             raise IdentifyError(f"{folder}: no files of states there (looked for {', '.join(SUFFIXES)})")
@@ -104,9 +106,8 @@ class FilesSource:
 
     @property
     def compute_dtype(self) -> str:
-        """Files of float32 may hold what was computed in bfloat16."""
-        dtype = str(next(iter(self._first.states.values()))[0].dtype).removeprefix("torch.")
-        return "float16" if dtype == "float16" else "bfloat16"
+        """What files are stored in says nothing of what was computed in: the coarser one is allowed for."""
+        return "bfloat16"
 
     @property
     def weights_hash(self) -> None:

@@ -15,8 +15,9 @@ from eyas.align.checks.subject import Subject, TargetFolder
 from eyas.align.checks.taps import check_taps
 from eyas.align.checks.target import check_target
 from eyas.align.checks.tensors import check_tensors
+from eyas.align.checks.values import check_values
 from eyas.align.checks.vocabulary import check_vocabulary
-from eyas.align.draft import read_draft
+from eyas.align.draft import CONFIG_FILE, read_draft
 from eyas.align.engine import Engine
 from eyas.align.verdict import Finding, Report
 from eyas.shards.errors import ShardError
@@ -74,14 +75,24 @@ def check_subject(subject: Subject) -> Report:
     return Report(tuple(findings))
 
 
+def _without_weights(subject: Subject) -> list[Finding]:
+    draft = subject.draft
+    if draft is None or draft.tensors or not (draft.path / CONFIG_FILE).is_file():
+        return []
+    found = f"{draft.path} holds a config and no weights: tensors, vocabulary maps and lm_head were not looked at"
+    return [Finding(check="draft weights", status="unknown", found=found, mend="check the trained draft once more")]
+
+
 def _draft_findings(subject: Subject) -> list[Finding]:
     """What the taps, the draft and the engine say of each other."""
     return [
         *check_taps(subject),
         *check_loads(subject),
+        *_without_weights(subject),
         *check_shapes(subject),
         *check_norms(subject),
         *check_rope(subject),
         *check_vocabulary(subject),
         *check_tensors(subject),
+        *check_values(subject),
     ]

@@ -90,14 +90,17 @@ def command(**options: Any) -> None:
     with stop_on_signals() as stopping:  # from here on: loading libraries and a tokenizer takes seconds
         config, outline, planned = _resolve(options)
         tp, dp = options["tp"], options["dp"]
+        checked = options["draft"] is not None or options["serving_engine"] is not None
         if options["dry_run"]:
             print_dry_run(_plan_facts(config, outline, tp=tp, dp=dp))
+            if checked:
+                _check_plan(planned, options)
             return
         if is_launched():
             _finish(_capture(config, stopping), as_json=options["as_json"])
             return
         arguments = click.get_current_context().meta[ARGUMENTS]
-        if options["draft"] is not None or options["serving_engine"] is not None:
+        if checked:
             _check_plan(planned, options)
             first = min(FIRST_SAMPLES, options["max_samples"] or FIRST_SAMPLES)
             if tp * dp > 1:
@@ -108,7 +111,7 @@ def command(**options: Any) -> None:
                 summary = _capture(replace(config, max_samples=first, max_rejects=1.0), stopping)
                 if summary.stopped is not None:
                     _finish(summary, as_json=options["as_json"])
-            _check_first_samples(config)
+            _check_first_samples(config, as_json=options["as_json"])
         if tp * dp > 1:
             raise SystemExit(EXIT_STOPPED_EARLY if stopping.is_set() else launch_ranks(arguments, tp * dp))
         _finish(_capture(config, stopping), as_json=options["as_json"])
@@ -134,26 +137,30 @@ def _finish(summary: CaptureSummary, *, as_json: bool) -> None:
 def _check_plan(planned: DatasetIdentity, options: dict[str, Any]) -> None:
     from eyas.align.engine import parse_engine
     from eyas.align.static import check_plan
+    from eyas.train.run import init_folder
 
     named = options["serving_engine"]
-    report = check_plan(planned, draft=options["draft"], engine=None if named is None else parse_engine(named))
-    _refuse_mismatch(report, "before the first token")
+    draft = None if options["draft"] is None else init_folder(str(options["draft"]))
+    report = check_plan(planned, draft=draft, engine=None if named is None else parse_engine(named))
+    _refuse_mismatch(report, "before the first token", as_json=options["as_json"])
 
 
-def _check_first_samples(config: CaptureConfig) -> None:
+def _check_first_samples(config: CaptureConfig, *, as_json: bool) -> None:
     from eyas.align.replay import replay_dataset
     from eyas.align.verdict import Report
 
     findings = replay_dataset(
         config.dataset, config.settings.target, trust_remote_code=config.settings.trust_remote_code
     )
-    _refuse_mismatch(Report(tuple(findings)), f"after {FIRST_SAMPLES} samples")
+    _refuse_mismatch(Report(tuple(findings)), f"after {FIRST_SAMPLES} samples", as_json=as_json)
 
 
-def _refuse_mismatch(report: Report, when: str) -> None:
-    """Show what is not ok on stderr; exit 3 on a mismatch."""
+def _refuse_mismatch(report: Report, when: str, *, as_json: bool) -> None:
+    """Show the verdict on stderr; exit 3 on a mismatch, which is then the command's result."""
     click.echo(f"check {when}:\n{report.text()}", err=True)
     if report.exit_status(strict=False):
+        if as_json:
+            click.echo(json.dumps(report.to_json()))
         raise SystemExit(report.exit_status(strict=False))
 
 

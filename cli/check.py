@@ -67,6 +67,7 @@ def command(
     from eyas.align.static import check_static
     from eyas.align.verdict import Report, Status, merge
     from eyas.taps.errors import UsageError
+    from eyas.train.run import init_folder
 
     if engine_live is not None:
         if draft is None or target is None:
@@ -94,7 +95,7 @@ def command(
             raise UsageError(f"--replay {num_replayed} runs the target: give --target")
         report = check_static(
             dataset,
-            draft=draft,
+            draft=None if draft is None else init_folder(str(draft)),
             engine=None if engine is None else parse_engine(engine),
             target=target,
             trust_remote_code=trust_remote_code,

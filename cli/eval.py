@@ -197,8 +197,10 @@ def _print(report: EvalReport) -> None:
 
 def _print_held_out(report: EvalReport) -> None:
     first = next(iter(report.held_out.values()))
-    which = f"{report.validation:.1%} held out: " if report.validation else ""
-    click.echo(f"\nheld-out conversations ({which}{first.num_samples:,} samples, {first.num_rows:,} tokens)")
+    which = f"held-out conversations ({report.validation:.1%}: " if report.validation else "all conversations ("
+    click.echo(f"\n{which}{first.num_samples:,} samples, {first.num_rows:,} tokens)")
+    if not report.validation:
+        click.echo("  a draft that was trained on some of them looks better here than it is")
     width = max(len(name) for name in report.held_out)
     for name, found in report.held_out.items():
         for label, values, length in (

@@ -21,6 +21,13 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def readable_by_all(path: Path) -> None:
+    """As any new file is under the process's umask: safetensors makes its files for their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, 0o666 & ~umask)
+
+
 def publish(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path``, replacing what is there in one step."""
     with _temporary(path, content) as temporary:

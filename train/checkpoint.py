@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, publish
+from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, publish, readable_by_all
 from eyas.taps.errors import EyasError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ BEST_FILE = "best.json"
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 DRAFT_FOLDER = "draft"
+_CHECKSUMS = "files"  # in state.json: the xxh3 of every other file
 _NAME = re.compile(r"step-[0-9]{6,12}")
 
 
@@ -75,7 +76,10 @@ def best_checkpoint(run: Path) -> Path:
     """
     path = run / CHECKPOINTS_FOLDER / BEST_FILE
     if path.is_file():
-        return run / CHECKPOINTS_FOLDER / str(json.loads(path.read_bytes())["checkpoint"])
+        best = run / CHECKPOINTS_FOLDER / str(json.loads(path.read_bytes())["checkpoint"])
+        if not best.is_dir():
+            raise CheckpointError(f"{best}, the best of {run}, is gone: name one of those that are left in its place")
+        return best
     found = list_checkpoints(run)
     if not found:
         raise CheckpointError(f"{run}: no checkpoint there yet: run eyas train until it has saved one")
@@ -85,9 +89,44 @@ def best_checkpoint(run: Path) -> Path:
 def read_state(checkpoint: Path) -> State:
     """Raises CheckpointError."""
     try:
-        return State(**json.loads((checkpoint / STATE_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint / STATE_FILE}: unreadable ({error})") from error
+        body = json.loads((checkpoint / STATE_FILE).read_bytes())
+        body.pop(_CHECKSUMS)
+        return State(**body)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint / STATE_FILE}: unreadable ({error!r}): {_mend(checkpoint)}") from error
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Prove that every file is what was written. Raises CheckpointError naming the first that is not."""
+    try:
+        written = json.loads((checkpoint / STATE_FILE).read_bytes())[_CHECKSUMS]
+        found = _checksums(checkpoint)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint}: unreadable ({error!r}): {_mend(checkpoint)}") from error
+    for name, checksum in written.items():
+        if found.get(name) != checksum:
+            what = "is missing" if name not in found else "is not what was written"
+            raise CheckpointError(f"{checkpoint / name} {what}: {_mend(checkpoint)}")
+
+
+def _mend(checkpoint: Path) -> str:
+    return f"remove {checkpoint}, and the same eyas train goes on from the checkpoint before"
+
+
+def _checksums(checkpoint: Path) -> dict[str, str]:
+    """xxh3-64, hex, of each file but state.json, by its path in the checkpoint."""
+    import xxhash
+
+    found = {}
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.is_file() and name != STATE_FILE and not path.name.startswith(TEMPORARY_PREFIX):
+            digest = xxhash.xxh3_64()
+            with open(path, "rb") as file:
+                while block := file.read(1 << 22):
+                    digest.update(block)
+            found[name] = digest.hexdigest()
+    return found
 
 
 def read_optimizer(checkpoint: Path) -> dict[str, Tensor]:
@@ -98,13 +137,14 @@ def read_optimizer(checkpoint: Path) -> dict[str, Tensor]:
     try:
         return load_file(checkpoint / OPTIMIZER_FILE)  # type: ignore[no-any-return]
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{checkpoint / OPTIMIZER_FILE}: unreadable ({error})") from error
+        raise CheckpointError(f"{checkpoint / OPTIMIZER_FILE}: unreadable ({error}): {_mend(checkpoint)}") from error
 
 
 def save_checkpoint(
     run: Path, state: State, *, save_draft: Callable[[Path], None], optimizer: Mapping[str, Tensor], keep: int
 ) -> Path:
     """Write a checkpoint, then best.json, then give up all but the ``keep`` newest and the best."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder = run / CHECKPOINTS_FOLDER
@@ -112,9 +152,16 @@ def save_checkpoint(
     temporary = folder / f"{TEMPORARY_PREFIX}{os.getpid()}"
     temporary.mkdir()
     save_draft(temporary / DRAFT_FOLDER)
-    save_file(dict(optimizer), temporary / OPTIMIZER_FILE)
+    try:
+        save_file(dict(optimizer), temporary / OPTIMIZER_FILE)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{folder / checkpoint_name(state.step)}: not written ({error}): make room, then run the same command again"
+        ) from error
+    readable_by_all(temporary / OPTIMIZER_FILE)
     _fsync(temporary / OPTIMIZER_FILE)
-    publish(temporary / STATE_FILE, (json.dumps(asdict(state), indent=2) + "\n").encode())
+    body = {**asdict(state), _CHECKSUMS: _checksums(temporary)}
+    publish(temporary / STATE_FILE, (json.dumps(body, indent=2) + "\n").encode())
     fsync_folder(temporary)
     final = folder / checkpoint_name(state.step)
     if final.exists():  # same step, same weights: saved once more because it is now measured, or the run's last

@@ -24,7 +24,7 @@ from eyas.align.engine import Engine
 from eyas.align.loaders import sglang, speculators, vllm
 from eyas.align.loaders.base import Loader, load
 from eyas.align.readings import read_config
-from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder
+from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, readable_by_all
 from eyas.taps.conventions import default_taps, resolve
 from eyas.taps.notation import Tap, parse_taps
 from eyas.train.shape import DraftShape
@@ -118,6 +118,7 @@ def save_draft(
     tensors: by name, on any device, stored in their dtype. Raises DraftError where ``folder`` exists.
     """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if folder.exists():
@@ -131,12 +132,16 @@ def save_draft(
         stored = dict(tensors) if len(vocabulary) == vocabulary.vocab_size else {**tensors, **maps}
         stored = {name: tensor.detach().contiguous().cpu() for name, tensor in stored.items()}
         save_file(stored, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        readable_by_all(temporary / WEIGHTS_FILE)
         (temporary / CONFIG_FILE).write_text(json.dumps(dict(config), indent=2) + "\n")
         for name in (WEIGHTS_FILE, CONFIG_FILE):
             with open(temporary / name, "rb") as file:
                 os.fsync(file.fileno())
         fsync_folder(temporary)
         os.rename(temporary, folder)
+    except SafetensorError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise DraftError(f"{folder}: not written ({error}): make room, then run the same command again") from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -145,7 +150,7 @@ def save_draft(
 
 def _taps(draft: Draft, target: TargetFolder, engine: Engine | None) -> tuple[Tap, ...]:
     own = draft.config.raw.get(OWN_KEY)
-    if isinstance(own, Mapping) and isinstance(own.get("taps"), list):
+    if engine is None and isinstance(own, Mapping) and isinstance(own.get("taps"), list):
         return parse_taps(",".join(map(str, own["taps"])))
     if draft.config.is_speculators:
         convention = f"speculators@{draft.config.raw.get('speculators_version', '')}".removesuffix("@")

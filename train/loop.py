@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from eyas.capture.launch import follow_parent
 from eyas.shards.ledger import lock_dataset
-from eyas.taps.errors import UsageError
+from eyas.taps.errors import EyasError, UsageError
 from eyas.train.batches import EpochPlan, Share, plan_epoch, rank_shares
 from eyas.train.checkpoint import (
+    CHECKPOINTS_FOLDER,
     DRAFT_FOLDER,
     State,
     checkpoint_name,
@@ -40,6 +41,7 @@ from eyas.train.checkpoint import (
     read_state,
     remove_leftovers,
     save_checkpoint,
+    verify_checkpoint,
 )
 from eyas.train.draft import DraftModel
 from eyas.train.draft_files import WEIGHTS_FILE, load_draft, save_draft
@@ -57,6 +59,10 @@ from eyas.train.ttt import ttt_forward
 
 _STEPS_A_COPY = 10  # whose numbers are fetched from the GPU at once
 _STEPS_AHEAD = 2  # that the host may run ahead of the GPU: more would only pile up batches there
+
+
+class DivergedError(EyasError):
+    """Losses that are no numbers any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +234,9 @@ class _Training:
         )  # fmt: skip
         if self._checkpoint is not None:
             self._state = read_state(self._checkpoint)
+            best = self._state.best
+            if best is not None and not (config.run / CHECKPOINTS_FOLDER / best["checkpoint"]).is_dir():
+                self._state = replace(self._state, best=None)  # removed by hand: the next measured one is the best
 
     def run(self) -> TrainSummary:
         state, config = self._state, self._config
@@ -297,6 +306,7 @@ class _Training:
             return loaded.model, {name: p.detach().clone() for name, p in loaded.model.named_parameters()}
         model = DraftModel(self._plan.shape)
         if self._checkpoint is not None:
+            verify_checkpoint(self._checkpoint)
             return model, load_file(self._checkpoint / DRAFT_FOLDER / WEIGHTS_FILE)
         return model, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -491,6 +501,11 @@ class _Training:
 
     def _save(self) -> None:
         self._log.flush()  # metrics first: a checkpoint never knows more steps than they
+        if self._log.num_steps and not self._log.num_rows:
+            raise UsageError(
+                f"no trained token had a target in {self._log.num_steps:,} steps: masks are empty, samples have "
+                f"under three tokens, or --batch-tokens {self._config.batch_tokens} cuts them before their answers"
+            )
         masters = {name: full_tensor(master) for name, master in self._optimizer.masters.items()}
         optimizer = self._optimizer.state()
         if self._ranks.is_first:
@@ -557,6 +572,7 @@ class _Log:
     ) -> None:
         self.seconds = 0.0  # in steps
         self.wait_seconds = 0.0  # of these, waiting for data
+        self.num_steps, self.num_rows = 0, 0.0  # written down so far, and their rows that carried loss
         self._config, self._shape, self._ranks = config, plan.shape, ranks
         self._listener = listener if ranks.is_first else None
         self._writer = MetricsWriter(config.run, step=step, tensorboard=config.tensorboard) if ranks.is_first else None
@@ -635,6 +651,15 @@ class _Log:
                     return
                 event.synchronize()
             self._copies.popleft()
+            for record, finite in zip(records, values.isfinite().all(-1).tolist(), strict=True):
+                if not finite:
+                    raise DivergedError(
+                        f"step {record['step']:,}: the loss or the gradient is not finite, so the run has diverged and "
+                        f"stops; its checkpoints are of before. Give a lower --learning-rate and another RUN, or check "
+                        f"the data: eyas check {self._config.dataset}"
+                    )
+            self.num_steps += len(records)
+            self.num_rows += float(values[:, STATISTICS.index("num_rows")].sum())
             if self._writer is not None:
                 for record, row in zip(records, values.tolist(), strict=True):
                     self.write(self._finish(record, row))

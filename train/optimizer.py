@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from eyas.taps.errors import UsageError
 from eyas.train.muon import Muon
 
 BETAS = (0.9, 0.95)
@@ -32,6 +33,10 @@ class OptimizerOptions:
     warmup: float  # share of the run in which the rate rises from 0
     weight_decay: float
     clip: float | None  # norm of the gradient at most; None: not clipped
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.learning_rate):
+            raise UsageError(f"--learning-rate {self.learning_rate}: expected a number")
 
 
 def learning_rate(options: OptimizerOptions, progress: float) -> float:

@@ -19,6 +19,8 @@ def check_plot(out: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise EyasError("--plot needs matplotlib, the extra `plot`: pip install 'eyas[plot]'") from error
+    if not out.absolute().parent.is_dir():
+        raise EyasError(f"--plot {out}: there is no folder {out.absolute().parent}")
     if out.suffix.lstrip(".").lower() not in Figure().canvas.get_supported_filetypes():
         raise EyasError(f"--plot {out}: expected a file name that ends in .png, .svg or .pdf")
 

@@ -17,7 +17,13 @@ from eyas.shards.atomic import publish
 from eyas.shards.identity import DatasetIdentity, read_identity
 from eyas.shards.token_counts import read_token_counts, shards_fingerprint
 from eyas.taps.errors import EyasError, UsageError
-from eyas.train.checkpoint import CHECKPOINTS_FOLDER, DRAFT_FOLDER, best_checkpoint, list_checkpoints
+from eyas.train.checkpoint import (
+    CHECKPOINTS_FOLDER,
+    DRAFT_FOLDER,
+    best_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
 from eyas.train.optimizer import OptimizerOptions
 from eyas.train.samples import SAMPLES_FILE, read_samples
 from eyas.train.vocabulary import VOCABULARY_FILE, DraftVocabulary, always_ids, build_vocabulary
@@ -211,9 +217,12 @@ def _init_vocabulary(config: TrainConfig, draft: Draft, vocab_size: int) -> Draf
 def init_folder(init_from: str) -> Path:
     """The draft folder that --init-from names: a run's best checkpoint's, a checkpoint's, or itself."""
     path = Path(init_from)
-    if (path / CHECKPOINTS_FOLDER).is_dir():
+    if (path / CHECKPOINTS_FOLDER).is_dir() or (path / RUN_FILE).is_file():
         path = best_checkpoint(path)
-    return path / DRAFT_FOLDER if (path / DRAFT_FOLDER).is_dir() else path
+    if not (path / DRAFT_FOLDER).is_dir():
+        return path
+    verify_checkpoint(path)
+    return path / DRAFT_FOLDER
 
 
 def check_run(config: TrainConfig, plan: RunPlan) -> Report:

@@ -24,10 +24,13 @@ def over_releases(subject: Subject, check: Callable[[Loading, Draft], Sequence[F
         for loader in loaders_for(subject.engine, subject.draft)
     ]
     names = dict.fromkeys(finding.check for _, findings in found for finding in findings)
-    return [
-        combine([(label, finding) for label, findings in found for finding in findings if finding.check == name])
-        for name in names
-    ]
+    return [combine([pair for one in found for pair in _named(*one, name)]) for name in names]
+
+
+def _named(label: str, findings: Sequence[Finding], name: str) -> list[tuple[str, Finding]]:
+    """A release's findings of this name; where it has none, nothing is wrong with it there."""
+    same = [(label, finding) for finding in findings if finding.check == name]
+    return same or [(label, Finding(check=name, status="ok", found="nothing of the kind"))]
 
 
 def combine(found: Sequence[tuple[str, Finding]]) -> Finding:
@@ -68,7 +71,8 @@ def check_loads(subject: Subject) -> list[Finding]:
     if subject.draft is None or subject.engine is None:
         return []
     engine, config = subject.engine, subject.draft.config
-    name = config.architecture or "no architecture"
+    given = config.raw.get("architectures")
+    name = config.architecture or ("no architecture" if given is None else f"{given!r}, which is no list of names")
     loaders = loaders_for(engine, subject.draft)
     if loaders:
         cite = "; ".join(dict.fromkeys(loader.cite for loader in loaders))

@@ -23,6 +23,7 @@ _OPTIONAL_SIZES = (
     "num_hidden_layers", "num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class DraftError(EyasError):
@@ -58,6 +59,13 @@ class DraftConfig:
                     continue
                 if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                     raise DraftError(f"{CONFIG_FILE}: {key} is {value!r}, expected a positive number")
+        nested = self.raw.get("eagle_config")
+        if not isinstance(nested, Mapping | None):
+            raise DraftError(f"{CONFIG_FILE}: eagle_config is {nested!r}, expected an object")
+        for key in _SWITCHES:
+            for part in (self.raw, self.layer, nested or {}):
+                if not isinstance(part.get(key), bool | None):
+                    raise DraftError(f"{CONFIG_FILE}: {key} is {part[key]!r}, expected true or false")
 
     @property
     def is_speculators(self) -> bool:
@@ -182,6 +190,8 @@ def declared_rope(config: Mapping[str, Any]) -> Rope:
 def legacy_rope(config: Mapping[str, Any]) -> Rope:
     """As the keys of transformers before 5 say it: ``rope_theta`` and ``rope_scaling``."""
     scaling = config.get("rope_scaling")
+    if not isinstance(scaling, Mapping | None):
+        raise DraftError(f"rope_scaling is {scaling!r}, expected an object")
     return _rope(scaling if isinstance(scaling, Mapping) else {}, config.get("rope_theta"))
 
 

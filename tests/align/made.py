@@ -140,30 +140,30 @@ def draft_tensors(
 ) -> dict[str, Tensor]:
     """The tensors of such a draft. Names in ``changes`` have __ for a dot; None leaves a tensor out."""
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.bfloat16)
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(*shape, dtype=torch.bfloat16)
 
     ids = torch.arange(draft_vocab) * 2 if draft_vocab < VOCAB else torch.arange(draft_vocab)
     ids[: draft_vocab // 2] = torch.arange(draft_vocab // 2)  # frequent ids are dense at the start
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
     t2d[ids] = True
     tensors: dict[str, Tensor] = {
-        "embed_tokens.weight": zeros(VOCAB, H),
-        "fc.weight": zeros(H, num_taps * H),
-        "norm.weight": zeros(H),
-        "lm_head.weight": zeros(draft_vocab, H),
+        "embed_tokens.weight": ones(VOCAB, H),
+        "fc.weight": ones(H, num_taps * H),
+        "norm.weight": ones(H),
+        "lm_head.weight": ones(draft_vocab, H),
         "d2t": ids - torch.arange(draft_vocab),
         "t2d": t2d,
-        f"{layer}.hidden_norm.weight": zeros(H),
-        f"{layer}.input_layernorm.weight": zeros(H),
-        f"{layer}.post_attention_layernorm.weight": zeros(H),
-        f"{layer}.self_attn.q_proj.weight": zeros(HEADS * HEAD_DIM, 2 * H),
-        f"{layer}.self_attn.k_proj.weight": zeros(KV_HEADS * HEAD_DIM, 2 * H),
-        f"{layer}.self_attn.v_proj.weight": zeros(KV_HEADS * HEAD_DIM, 2 * H),
-        f"{layer}.self_attn.o_proj.weight": zeros(H, HEADS * HEAD_DIM),
-        f"{layer}.mlp.gate_proj.weight": zeros(WIDTH, H),
-        f"{layer}.mlp.up_proj.weight": zeros(WIDTH, H),
-        f"{layer}.mlp.down_proj.weight": zeros(H, WIDTH),
+        f"{layer}.hidden_norm.weight": ones(H),
+        f"{layer}.input_layernorm.weight": ones(H),
+        f"{layer}.post_attention_layernorm.weight": ones(H),
+        f"{layer}.self_attn.q_proj.weight": ones(HEADS * HEAD_DIM, 2 * H),
+        f"{layer}.self_attn.k_proj.weight": ones(KV_HEADS * HEAD_DIM, 2 * H),
+        f"{layer}.self_attn.v_proj.weight": ones(KV_HEADS * HEAD_DIM, 2 * H),
+        f"{layer}.self_attn.o_proj.weight": ones(H, HEADS * HEAD_DIM),
+        f"{layer}.mlp.gate_proj.weight": ones(WIDTH, H),
+        f"{layer}.mlp.up_proj.weight": ones(WIDTH, H),
+        f"{layer}.mlp.down_proj.weight": ones(H, WIDTH),
     }
     for name, tensor in changes.items():
         key = name.replace("__", ".")

@@ -81,7 +81,7 @@ def mla_tensors(**changes: Tensor | None) -> dict[str, Tensor]:
         "kv_a_layernorm": (6,), "kv_b_proj": (32, 6), "o_proj": (H, 16),
     }  # fmt: skip
     kept = {name: tensor for name, tensor in tensors.items() if "self_attn" not in name}
-    kept |= {f"layers.0.self_attn.{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    kept |= {f"layers.0.self_attn.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
     for name, tensor in changes.items():
         if tensor is None:
             del kept[name.replace("__", ".")]
@@ -89,7 +89,7 @@ def mla_tensors(**changes: Tensor | None) -> dict[str, Tensor]:
 
 
 def zeros(*shape: int) -> Tensor:
-    return torch.zeros(*shape, dtype=torch.bfloat16)
+    return torch.ones(*shape, dtype=torch.bfloat16)
 
 
 CASES = [
@@ -373,9 +373,25 @@ CASES = [
     Case(
         "switches-where-trtllm-does-not-look",
         "trtllm",
-        {"taps": ("unknown",), "norm_before_fc": ("mismatch", "computes with it off", '"eagle_config"')},
+        {
+            "taps": ("unknown",),
+            "norm_before_fc": ("mismatch", "computes with it off", '"eagle_config"'),
+            "draft weights": ("unknown", "a config and no weights"),
+        },
         config=draft_config(norm_before_fc=True),
         tensors=None,
+    ),
+    Case(
+        "nan-in-a-tensor",
+        "vllm@0.32.0",
+        {"draft values": ("mismatch", "fc.weight hold NaN")},
+        tensors=lambda: draft_tensors(fc__weight=torch.full((H, 3 * H), float("nan"), dtype=torch.bfloat16)),
+    ),
+    Case(
+        "a-tensor-of-zeros",
+        "sglang@0.5.23",
+        {"draft values": ("mismatch", "norm.weight are all zeros")},
+        tensors=lambda: draft_tensors(norm__weight=torch.zeros(H, dtype=torch.bfloat16)),
     ),
     Case(
         "prefix-in-trtllm",

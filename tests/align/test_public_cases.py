@@ -208,7 +208,7 @@ def test_norm_before_fc_not_propagated(tmp_path: Path) -> None:
     """vllm-project/vllm pull 38111: speculators' ``norm_before_fc`` did not reach the draft's model, so the norm before
     fc was skipped in silence."""
     config = speculators_config(norm_before_fc=True)
-    tensors = speculators_tensors(input_norm__weight=torch.zeros(3 * H, dtype=torch.bfloat16))
+    tensors = speculators_tensors(input_norm__weight=torch.ones(3 * H, dtype=torch.bfloat16))
     report = check(tmp_path / "a", "after:1,after:15,after:28", {}, "vllm@0.17.0", config, tensors)
     named(report, "norm_before_fc", "computes with it off", "the checkpoint has input_norm.weight", "vllm 0.32.0")
     fixed = check(tmp_path / "b", "after:1,after:15,after:28", {}, "vllm@0.24.0", config, tensors)

@@ -105,7 +105,7 @@ def test_dry_run_writes_nothing(inputs: Path) -> None:
         (["--validation", "0.9"], 2, "--validation"),
         (["--plot", "curves.txt"], 1, "ends in .png"),
         (["--init-from", "nowhere"], 1, "nowhere"),
-        (["--draft-hidden-size", 20], 1, "head"),
+        (["--draft-hidden-size", 20], 2, "head"),
         (["--fc-norm", "--serving-engine", "vllm"], 1, "has no fc_norm"),
     ],
 )
@@ -270,3 +270,34 @@ def test_two_runs_into_one_folder_are_refused(inputs: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("file", ["draft/model.safetensors", "optimizer.safetensors"])
+def test_a_flipped_byte_in_a_checkpoint_is_named(inputs: Path, file: str) -> None:
+    run = f"flipped {file.partition('/')[0]}"
+    arguments = train_arguments(inputs, run, "--max-steps", 4, "--save-every", 2)
+    assert eyas(*arguments).exit_code == 0
+    newest = sorted((inputs / run / "checkpoints").glob("step-*"))[-1]
+    content = bytearray((newest / file).read_bytes())
+    content[-9] ^= 0x40
+    (newest / file).write_bytes(content)
+    for again in (train_arguments(inputs, run, "--max-steps", 8, "--save-every", 2),
+                  ("export", newest, inputs / f"{run} out", "--engine", "vllm@0.32.0")):  # fmt: skip
+        done = eyas(*again)
+        assert done.exit_code == 1, done.output
+        assert f"{file} is not what was written" in done.output
+        assert "remove" in done.output
+
+
+def test_a_run_that_diverges_fails(inputs: Path) -> None:
+    done = eyas(*train_arguments(inputs, "diverged", "--max-steps", 30, "--learning-rate", 1e30, "--clip", 0))
+    assert done.exit_code == 1, done.output
+    assert "has diverged" in done.output
+    assert eyas(*train_arguments(inputs, "no rate", "--learning-rate", "nan")).exit_code == 2
+
+
+def test_weights_are_readable_as_other_files_are(inputs: Path) -> None:
+    assert eyas(*train_arguments(inputs, "modes", "--max-steps", 2)).exit_code == 0
+    (checkpoint,) = (inputs / "modes" / "checkpoints").glob("step-*")
+    modes = {path.stat().st_mode & 0o777 for path in checkpoint.rglob("*") if path.is_file()}
+    assert modes == {(inputs / "standard" / "dataset.json").stat().st_mode & 0o777}
