@@ -100,6 +100,7 @@ def command(**options: Any) -> None:
             _finish(_capture(config, stopping), as_json=options["as_json"])
             return
         arguments = click.get_current_context().meta[ARGUMENTS]
+        first_samples = None
         if checked:
             _check_plan(planned, options)
             first = min(FIRST_SAMPLES, options["max_samples"] or FIRST_SAMPLES)
@@ -108,13 +109,20 @@ def command(**options: Any) -> None:
                 if status != 0:
                     raise SystemExit(status)
             else:
-                summary = _capture(replace(config, max_samples=first, max_rejects=1.0), stopping)
-                if summary.stopped is not None:
-                    _finish(summary, as_json=options["as_json"])
+                first_samples = _capture(replace(config, max_samples=first, max_rejects=1.0), stopping)
+                if first_samples.stopped is not None:
+                    _finish(first_samples, as_json=options["as_json"])
             _check_first_samples(config, as_json=options["as_json"])
         if tp * dp > 1:
             raise SystemExit(EXIT_STOPPED_EARLY if stopping.is_set() else launch_ranks(arguments, tp * dp))
-        _finish(_capture(config, stopping), as_json=options["as_json"])
+        summary = _capture(config, stopping)
+        _finish(summary if first_samples is None else _joined(first_samples, summary), as_json=options["as_json"])
+
+
+def _joined(first: CaptureSummary, rest: CaptureSummary) -> CaptureSummary:
+    """One summary of a capture whose first samples were checked before the rest."""
+    names = ("num_new_samples", "num_new_tokens", "num_new_bytes", "seconds", "capture_seconds")
+    return replace(rest, **{name: getattr(first, name) + getattr(rest, name) for name in names})
 
 
 def _capture(config: CaptureConfig, stopping: threading.Event) -> CaptureSummary:

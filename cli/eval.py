@@ -118,6 +118,8 @@ def command(**options: Any) -> None:
     for option in ("verify_ms", "draft_ms", "plot"):
         if options[option] is not None and not steps:
             raise click.UsageError(f"--{option.replace('_', '-')} belongs to --steps")
+    if options["temperature"] and options["prompts"] is None:
+        raise click.UsageError("--temperature belongs to --decode")
     if options["draft_tokens"] is not None and steps:
         raise click.UsageError("--steps drafts its largest number of tokens: leave --draft-tokens out")
     if options["plot"] is not None:

@@ -58,6 +58,8 @@ def command(**options: Any) -> None:
     from eyas.train.export import SPECULATORS
 
     name = options["engine"]
+    if name.partition("@")[0] == "transformers":
+        raise UsageError("--engine transformers serves no draft: give sglang, vllm, trtllm or speculators")
     is_dataset = (options["source"] / IDENTITY_FILE).is_file()
     if is_dataset and name == SPECULATORS:
         raise UsageError("--engine speculators writes a trained draft: give a run instead of a dataset")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas.taps.errors import EyasError
+from eyas.taps.errors import EyasError, UsageError
 from eyas.train.metrics import read_metrics
 
 _POINTS = 400  # of a curve at most: steps between them are averaged
@@ -20,9 +20,9 @@ def check_plot(out: Path) -> None:
     except ImportError as error:
         raise EyasError("--plot needs matplotlib, the extra `plot`: pip install 'eyas[plot]'") from error
     if not out.absolute().parent.is_dir():
-        raise EyasError(f"--plot {out}: there is no folder {out.absolute().parent}")
+        raise UsageError(f"--plot {out}: there is no folder {out.absolute().parent}")
     if out.suffix.lstrip(".").lower() not in Figure().canvas.get_supported_filetypes():
-        raise EyasError(f"--plot {out}: expected a file name that ends in .png, .svg or .pdf")
+        raise UsageError(f"--plot {out}: expected a file name that ends in .png, .svg or .pdf")
 
 
 def plot_run(run: Path, out: Path) -> None:

@@ -217,6 +217,8 @@ def _init_vocabulary(config: TrainConfig, draft: Draft, vocab_size: int) -> Draf
 def init_folder(init_from: str) -> Path:
     """The draft folder that --init-from names: a run's best checkpoint's, a checkpoint's, or itself."""
     path = Path(init_from)
+    if not path.exists():
+        raise UsageError(f"{init_from} does not exist: give a run, a checkpoint or a draft's folder")
     if (path / CHECKPOINTS_FOLDER).is_dir() or (path / RUN_FILE).is_file():
         path = best_checkpoint(path)
     if not (path / DRAFT_FOLDER).is_dir():
