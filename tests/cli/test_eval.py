@@ -100,7 +100,7 @@ def test_text_report(folder: Path) -> None:
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     for text in (
-        "held-out conversations (20.0% held out: ",
+        "held-out conversations (20.0%: ",
         "decoding (3 prompts, 4 turns, greedy)",
         "accepted length by category",
         "  untrained draft: 4 of 4 answers the same, token for token",
