@@ -193,7 +193,7 @@ def test_export_tells_trtllm_when_it_starts(tmp_path: Path, llama: tuple[Path, P
         ("after:1,after:10,final", "LlamaForCausalLM", "vllm@0.32.0", 1, "the output of the last norm, has no id"),
         ("after:2,after:10,after:20", "DeepseekV3ForCausalLM", "sglang", 2, "read ids in different ways"),
         ("after:2,after:20", "LlamaForCausalLM", "sglang@0.5.11", 1, "builds its draft for 3 taps"),
-        ("after:2,after:10,after:20", "LlamaForCausalLM", "transformers", 1, "unknown"),
+        ("after:2,after:10,after:20", "LlamaForCausalLM", "transformers", 2, "serves no draft"),
     ],
 )
 def test_export_refuses_and_leaves_nothing(
