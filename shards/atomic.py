@@ -23,9 +23,9 @@ def fsync_folder(folder: Path) -> None:
 
 def readable_by_all(path: Path) -> None:
     """As any new file is under the process's umask: safetensors makes its files for their owner alone."""
-    umask = os.umask(0)
-    os.umask(umask)
-    os.chmod(path, 0o666 & ~umask)
+    # A new file shows the umask; setting it to read it would reach into other threads.
+    with _temporary(path, b"") as probe:
+        os.chmod(path, probe.stat().st_mode & 0o777)
 
 
 def publish(path: Path, content: bytes) -> None:

@@ -15,7 +15,6 @@ target's norm on the way.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ import numpy.typing as npt
 
 from eyas.shards.atomic import publish
 from eyas.shards.dataset import Dataset
+from eyas.standardize.formats.completed import is_complete, mark_complete
 from eyas.taps.errors import EyasError
 from eyas.taps.notation import FINAL
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS_A_FOLDER = 2000
-DONE_FILE = "eyas.json"  # written last: which samples stand here, in which order
 VOCABULARY_FILE = "vocab_mapping.pt"
 
 
@@ -60,11 +59,7 @@ def write_dataset(
 
     if dataset.identity.last_hidden is None:
         raise SpecForgeFormatError(f"{dataset.path} keeps no last_hidden, and SpecForge trains on it: capture it")
-    contents = {"dataset": str(dataset.path), "taps": [str(tap) for tap in dataset.identity.taps],
-                "samples": list(sample_ids)}  # fmt: skip
-    if (out / DONE_FILE).is_file():
-        if json.loads((out / DONE_FILE).read_bytes()) != contents:
-            raise SpecForgeFormatError(f"{out} holds other samples: give another folder, or remove it")
+    if is_complete(out, dataset, sample_ids):
         return
     if out.is_dir() and any(not path.name.startswith(("rows_", ".")) for path in out.iterdir()):
         raise SpecForgeFormatError(f"{out} is not empty: give a new folder")
@@ -90,7 +85,7 @@ def write_dataset(
         written(sample.num_tokens)
     if d2t is not None and t2d is not None:
         publish(out / VOCABULARY_FILE, _saved({"t2d": torch.from_numpy(t2d), "d2t": torch.from_numpy(d2t)}))
-    publish(out / DONE_FILE, json.dumps(contents).encode())
+    mark_complete(out, dataset, sample_ids)
 
 
 def _saved(tensors: dict[str, Tensor]) -> bytes:

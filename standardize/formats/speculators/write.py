@@ -13,7 +13,6 @@ final norm itself, so a dataset that keeps ``final`` cannot be given to it.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,10 +22,9 @@ import numpy.typing as npt
 
 from eyas.shards.atomic import publish
 from eyas.shards.dataset import Dataset
+from eyas.standardize.formats.completed import is_complete, mark_complete
 from eyas.taps.errors import EyasError
 from eyas.taps.notation import after
-
-DONE_FILE = "eyas.json"  # written last: which samples stand here, in which order
 
 
 class SpeculatorsFormatError(EyasError):
@@ -65,11 +63,7 @@ def write_dataset(
     is told the tokens of each sample. Raises SpeculatorsFormatError and ShardError.
     """
     check_writable(dataset)
-    contents = {"dataset": str(dataset.path), "taps": [str(tap) for tap in dataset.identity.taps],
-                "samples": list(sample_ids)}  # fmt: skip
-    if (out / DONE_FILE).is_file():
-        if json.loads((out / DONE_FILE).read_bytes()) != contents:
-            raise SpeculatorsFormatError(f"{out} holds other samples: give another folder, or remove it")
+    if is_complete(out, dataset, sample_ids):
         return
     if out.is_dir() and not (out / "hidden_states").is_dir() and any(out.iterdir()):
         raise SpeculatorsFormatError(f"{out} is not empty: give a new folder")
@@ -81,7 +75,7 @@ def write_dataset(
     if d2t is not None and t2d is not None:
         np.save(out / f"d2t-{len(d2t)}.npy", d2t)
         np.save(out / f"t2d-{len(d2t)}.npy", t2d)
-    publish(out / DONE_FILE, json.dumps(contents).encode())
+    mark_complete(out, dataset, sample_ids)
 
 
 def _write_states(dataset: Dataset, sample_id: str, path: Path) -> int:

@@ -12,7 +12,8 @@ import torch
 from eyas.shards.dataset import open_dataset
 from eyas.shards.identity import create_or_match
 from eyas.shards.writer import ShardWriter
-from eyas.standardize.formats.specforge.write import SpecForgeFormatError, write_dataset
+from eyas.standardize.formats.completed import OtherSamplesError
+from eyas.standardize.formats.specforge.write import write_dataset
 
 from ...captured import captured_identity, make_samples
 
@@ -39,5 +40,5 @@ def test_files_hold_the_samples_with_the_norm_applied(tmp_path: Path) -> None:
         assert path.stat().st_size < 2 * sample.features.nbytes + 10_000  # this sample's rows, not the shard's
     maps = torch.load(tmp_path / "out" / "vocab_mapping.pt", weights_only=True)
     assert torch.equal(maps["d2t"], torch.from_numpy(d2t))
-    with pytest.raises(SpecForgeFormatError, match="holds other samples"):
+    with pytest.raises(OtherSamplesError, match="holds other samples"):
         write_dataset(dataset, tmp_path / "out", order[1:], final_norm=lambda hidden: hidden)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from eyas.shards.dataset import open_dataset
 from eyas.shards.identity import DatasetIdentity, create_or_match
 from eyas.shards.writer import ShardWriter
+from eyas.standardize.formats.completed import OtherSamplesError
 from eyas.standardize.formats.speculators.write import SpeculatorsFormatError, write_dataset
 from eyas.taps.notation import FINAL
 
@@ -51,7 +52,7 @@ def test_rows_and_files_hold_the_samples(dataset_folder: Path, tmp_path: Path) -
         assert torch.equal(stored["hidden_states"][:, :-1].flatten(1), sample.features)
         assert torch.equal(stored["hidden_states"][:, -1], sample.last_hidden)
     assert np.load(tmp_path / "out" / "d2t-64.npy").dtype == np.int64
-    with pytest.raises(SpeculatorsFormatError, match="holds other samples"):
+    with pytest.raises(OtherSamplesError, match="holds other samples"):
         write_dataset(dataset, tmp_path / "out", order[1:])
 
 
