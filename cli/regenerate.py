@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     help="Of the target; auto is the checkpoint's.",
 )
 @click.option("--temperature", type=click.FloatRange(0), default=0.7, help="0 is greedy.")
-@click.option("--greedy", is_flag=True, help="The same as --temperature 0.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=0.95, help="Nucleus sampling.")
 @click.option("--seed", type=int, default=0, help="Each answer draws its own random numbers from it.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=1024, help="Longest answer, in tokens.")
@@ -80,7 +79,7 @@ def command(**options: Any) -> None:
                 trust_remote_code=trust,
                 device=options["device"],
             ),
-            temperature=0.0 if options["greedy"] else options["temperature"],
+            temperature=options["temperature"],
             top_p=options["top_p"],
             seed=options["seed"],
             max_new_tokens=options["max_new_tokens"],

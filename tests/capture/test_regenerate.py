@@ -81,7 +81,9 @@ def test_greedy_answers_are_what_generate_gives_turn_by_turn(target: Path, tmp_p
     model = AutoModelForCausalLM.from_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(target)
     asked = questions(12)
-    result = regenerate(tiny.write_jsonl(tmp_path / "x.jsonl", asked), tmp_path / "out.jsonl", target, "--greedy")
+    result = regenerate(
+        tiny.write_jsonl(tmp_path / "x.jsonl", asked), tmp_path / "out.jsonl", target, "--temperature", 0
+    )
     assert result.exit_code == 0, result.output
     found = {row["source_id"]: row for row in rows(tmp_path / "out.jsonl").values()}
     finishes = []

@@ -158,3 +158,10 @@ def test_other_taps_are_refused(folder: Path) -> None:
     result = eyas("eval", folder / "run", "--dataset", standard, "--device", "cpu")
     assert result.exit_code == 1
     assert f"holds after:1,after:2,after:5, and {folder}" in result.output
+
+
+def test_another_models_weights_are_refused(folder: Path, tmp_path: Path) -> None:
+    other = tiny.make_target(tmp_path / "other", seed=1)
+    result = eyas("eval", folder / "run", "--target", other, "--device", "cpu")
+    assert result.exit_code == 1, result.output
+    assert "states of other weights" in result.output

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "prepare": """--dry-run --json --last-turn-only --max-samples --max-tokens --min-trained-tokens --overlong
         --revision --show --split --strict --target --trust-remote-code --workers""",
-    "regenerate": """--batch-size --device --dry-run --dtype --engine --greedy --json --max-new-tokens --max-runtime
+    "regenerate": """--batch-size --device --dry-run --dtype --engine --json --max-new-tokens --max-runtime
         --max-samples --max-tokens --revision --seed --split --target --temperature --top-p --trust-remote-code""",
     "capture": """--batch-tokens --codec --codec-threads --convention --device --dp --draft --dry-run --dtype --engine
         --json --last-hidden --layers --max-rejects --max-runtime --max-samples --no-target-statistics --retry-rejects

@@ -212,6 +212,7 @@ def _held_out(
 
     assert resolved.dataset is not None
     dataset = Dataset.open(resolved.dataset)
+    _refuse_other_weights(dataset, resolved.target)
     ids = held_out_ids(dataset, resolved.validation)
     found = {}
     for name, draft in drafts.items():
@@ -227,6 +228,19 @@ def _held_out(
                 on_progress=progress.update,
             )
     return found
+
+
+def _refuse_other_weights(dataset: Dataset, target: Path) -> None:
+    """States of one model judged by another's lm_head give numbers that mean nothing. Raises EyasError."""
+    from eyas.capture.engines.transformers.load import hash_weights
+
+    captured = dataset.identity.target
+    given = hash_weights(str(target), None)
+    if None not in (captured.weights_hash, given) and captured.weights_hash != given:
+        raise EyasError(
+            f"{dataset.path} holds states of other weights than those in {target}: give --target the model that was "
+            f"captured ({captured.name}), or capture again"
+        )
 
 
 def _running_target(

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eyas.capture.engines.transformers.load import hash_weights
 from eyas.shards.dataset import Dataset
 from eyas.taps.errors import EyasError
 from eyas.taps.notation import FINAL, format_taps
@@ -68,12 +67,6 @@ def evaluate_held_out(
         raise EyasError(
             f"{dataset.path} holds {format_taps(identity.taps)}, and {draft.path} is fed {format_taps(draft.taps)}: "
             f"eyas standardize {dataset.path} STANDARD --taps {format_taps(draft.taps)}"
-        )
-    stored, given = identity.target.weights_hash, hash_weights(str(target), None)
-    if stored is not None and given is not None and stored != given:
-        raise EyasError(
-            f"{dataset.path} holds states of other weights than those in {target}: give --target the model that was "
-            f"captured ({identity.target.name}), or capture again"
         )
     if identity.last_hidden is None:
         raise EyasError(f"{dataset.path} holds no last hidden states, from which the target's distribution follows")
