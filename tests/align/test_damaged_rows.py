@@ -19,22 +19,6 @@ DENSE = ("LlamaForCausalLM", "bfloat16")
 MIXTURES = (("Qwen3MoeForCausalLM", "bfloat16"), ("DeepseekV3ForCausalLM", "bfloat16"))
 
 
-@pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, World]]:
-    root = tmp_path_factory.mktemp("targets")
-    made: dict[tuple[str, str], tuple[Path, World]] = {}
-
-    def get(family: str, dtype: str) -> tuple[Path, World]:
-        if (family, dtype) not in made:
-            target = root / family
-            if not target.exists():
-                build_target(target, family)
-            made[family, dtype] = target, make_world(target, dtype)
-        return made[family, dtype]
-
-    return get
-
-
 def on_rows(
     change: Callable[[Tensor, torch.Generator], Tensor], where: dict[int, Sequence[int]], slot: str = "slot 1"
 ) -> Edit:

@@ -21,23 +21,6 @@ LAST = after(LAYERS - 1)
 TARGETS = [("LlamaForCausalLM", "float32"), *((family, "bfloat16") for family in FAMILIES)]
 
 
-@pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, World]]:
-    """A family's target folder and its world in a dtype, made once."""
-    root = tmp_path_factory.mktemp("targets")
-    made: dict[tuple[str, str], tuple[Path, World]] = {}
-
-    def get(family: str, dtype: str) -> tuple[Path, World]:
-        if (family, dtype) not in made:
-            target = root / family
-            if not target.exists():
-                build_target(target, family)
-            made[family, dtype] = target, make_world(target, dtype)
-        return made[family, dtype]
-
-    return get
-
-
 # Edits.
 
 

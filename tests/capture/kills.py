@@ -13,18 +13,16 @@ import argparse
 import collections
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.kill import kill_all
 from tests.tiny import make_target, tokenized_rows, write_jsonl
 
 BEFORE_TEMPORARY = "before the first temporary shard of the run"
@@ -72,15 +70,7 @@ def kill_once(command: list[str], dataset: Path, delay_seconds: float, *, after_
             time.sleep(0.001)
         time.sleep(delay_seconds)
     finally:
-        running = process.poll() is None
-        ranks = psutil.Process(process.pid).children(recursive=True) if running else []
-        for victim in [*ranks, psutil.Process(process.pid)] if running else []:
-            try:
-                victim.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
-        process.wait()
-        psutil.wait_procs(ranks)
+        running = kill_all(process)
     if not running:
         return None
     return _stage(dataset, before)

@@ -13,19 +13,17 @@ import argparse
 import collections
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from eyas.train.metrics import read_metrics
+from tests.kill import kill_all
 from tests.train.tiny_run import assert_same_tensors, last_tensors, make_inputs, train_command
 
 STAGES = (
@@ -48,15 +46,7 @@ def kill_once(command: list[str], run: Path, delay_seconds: float) -> str | None
             time.sleep(0.001)
         time.sleep(delay_seconds)
     finally:
-        running = process.poll() is None
-        ranks = psutil.Process(process.pid).children(recursive=True) if running else []
-        for victim in [*ranks, psutil.Process(process.pid)] if running else []:
-            try:
-                victim.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
-        process.wait()
-        psutil.wait_procs(ranks)
+        running = kill_all(process)
     return _stage(run) if running else None
 
 
