@@ -21,7 +21,6 @@ from eyas.train.peers.settings import PeerSettings
 from eyas.train.run import RunPlan, TrainConfig
 from eyas.train.split import validation_mask
 
-TRAINERS = ("speculators", "specforge")
 DATA_FOLDER = "data"
 _REQUIRES = {"speculators": "pip install speculators==0.9.0", "specforge": "pip install specforge"}
 
@@ -32,13 +31,15 @@ class PeerError(EyasError):
 
 def settings_of(config: TrainConfig, plan: RunPlan, *, processes: int, extra: tuple[str, ...]) -> PeerSettings:
     """What of a run's options another trainer can be told. The rest is its own; ``extra`` goes to it as it is."""
-    held_out = _held_out(config, plan)
+    if config.epochs is None:
+        raise ValueError("another trainer is told epochs, not steps")
+    _, held_out = _split(config, plan)
     whole = len(plan.vocabulary) == plan.vocabulary.vocab_size
     return PeerSettings(
         target=config.target,
         run=config.run,
         processes=processes,
-        epochs=config.epochs or 1,
+        epochs=config.epochs,
         batch_tokens=config.batch_tokens,
         ttt_steps=config.ttt_steps,
         learning_rate=config.optimizer.learning_rate,
@@ -76,8 +77,7 @@ def launch(
     _require(trainer)
     settings.run.mkdir(parents=True, exist_ok=True)
     data, dataset = settings.run / DATA_FOLDER, plan.dataset
-    ids = np.array([sample for entry in dataset.ledgers.entries for sample in entry.sample_ids])
-    held_out = _held_out(config, plan)
+    ids, held_out = _split(config, plan)
     order = [*ids[~held_out].tolist(), *ids[held_out].tolist()]
     whole = settings.draft_vocab_size is None
     d2t, t2d = (None, None) if whole else (plan.vocabulary.d2t, plan.vocabulary.t2d)
@@ -102,10 +102,10 @@ def launch(
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 
-def _held_out(config: TrainConfig, plan: RunPlan) -> npt.NDArray[np.bool_]:
-    """bool [N], in the order of the ledgers."""
-    entries = plan.dataset.ledgers.entries
-    return validation_mask(parse_sample_ids([i for entry in entries for i in entry.sample_ids]), config.validation)
+def _split(config: TrainConfig, plan: RunPlan) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.bool_]]:
+    """Sample ids [N] in the order of the ledgers, and which of them are held out, bool [N]."""
+    ids = np.array([sample for entry in plan.dataset.ledgers.entries for sample in entry.sample_ids])
+    return ids, validation_mask(parse_sample_ids(ids.tolist()), config.validation)
 
 
 def _require(trainer: str) -> None:
