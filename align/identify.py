@@ -20,12 +20,12 @@ from eyas.align.replay import NUM_SAMPLES, replay_report
 from eyas.align.stored import MIN_TOKENS, SCANNED_TOKENS, DatasetSource, Slot, Source, StoredSample
 from eyas.align.verdict import Finding
 from eyas.shards.identity import IDENTITY_FILE
+from eyas.shards.tensor_files import SUFFIXES, read_tensor_file
 from eyas.taps.errors import EyasError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
 _ID_NAMES = ("input_ids", "token_ids", "tokens", "ids")
 _MAX_TAPS = 8  # more in one row are logits, where the vocabulary is that large
 _TRIED_FILES = 64  # that hold no sample, before giving up on a folder
@@ -241,35 +241,9 @@ def _common_beginning(a: str, b: str) -> int:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Every tensor of a file by name, nested dicts and lists flattened ("hidden_states.3"); memory-mapped where the
-    format allows. Nothing is unpickled but tensors and plain containers. Raises IdentifyError."""
-    import pickle
-    import zipfile
-
-    import numpy as np
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    content: Any
-    try:
-        if file.suffix == ".safetensors":
-            content = load_file(file)
-        elif file.suffix in (".npy", ".npz"):
-            loaded = np.load(file, allow_pickle=False, mmap_mode="r" if file.suffix == ".npy" else None)
-            content = {file.stem: loaded} if file.suffix == ".npy" else dict(loaded)
-        else:
-            content = torch.load(
-                file, weights_only=True, map_location="cpu", mmap=True if zipfile.is_zipfile(file) else None
-            )
-    except pickle.UnpicklingError as error:
-        raise IdentifyError(
-            f"{file}: holds Python objects beside tensors, which running arbitrary code would load: expected tensors, "
-            f"lists and dicts only. Save those alone, best as safetensors"
-        ) from error
-    except (SafetensorError, OSError, ValueError, EOFError, RuntimeError) as error:
-        raise IdentifyError(f"{file}: cannot be read: {error}") from error
-    return dict(_flatten("", content))
+    """Every tensor of a file by name, nested dicts and lists flattened ("hidden_states.3"). Raises TensorFileError."""
+    content = read_tensor_file(file)
+    return dict(_flatten("" if isinstance(content, Mapping) else file.stem, content))
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
