@@ -8,18 +8,29 @@ what is not the declared tap is named by align/defects/. All limits come from a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eyas.align.verdict import Finding
 
 if TYPE_CHECKING:
+    from eyas.align.defects.kinds import Examination
     from eyas.align.forward import ReplayTarget
     from eyas.align.stored import Source, StoredSample
+    from eyas.taps.notation import Tap
 
 NUM_SAMPLES = 8
 MAX_TOKENS = 384  # of each sample: a causal target's states do not depend on later tokens
 _NEIGHBOURS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What a replay found."""
+
+    findings: list[Finding]
+    taps: tuple[Tap | None, ...]  # of each slot: None unless every sample is that tap, within rounding
 
 
 def replay_report(
@@ -32,6 +43,28 @@ def replay_report(
     trust_remote_code: bool = False,
     device: str = "auto",
 ) -> list[Finding]:
+    """The findings of replay()."""
+    return replay(
+        source,
+        target,
+        num_samples=num_samples,
+        max_tokens=max_tokens,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        device=device,
+    ).findings
+
+
+def replay(
+    source: Source,
+    target: str | ReplayTarget,
+    *,
+    num_samples: int = NUM_SAMPLES,
+    max_tokens: int = MAX_TOKENS,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+) -> Replay:
     """Replay ``num_samples`` samples of ``source``, the first ``max_tokens`` tokens of each, through ``target`` (a
     folder, a name on the hub, or one that is loaded), and say what every slot is.
 
@@ -47,13 +80,15 @@ def replay_report(
     from eyas.capture.engines.transformers.load import hash_weights
 
     samples = source.pick(num_samples)
+    unknown = (None,) * len(source.slots)
     if not samples:
-        return [Finding(check="replay", status="unknown", found="no sample of at least 4 tokens to replay")]
+        finding = Finding(check="replay", status="unknown", found="no sample of at least 4 tokens to replay")
+        return Replay(findings=[finding], taps=unknown)
     replayed = target
     if isinstance(replayed, str):
         replayed = ReplayTarget(replayed, revision=revision, trust_remote_code=trust_remote_code, device=device)
     if refused := _wrong_shape(replayed, source, samples):
-        return refused
+        return Replay(findings=refused, taps=unknown)
     window = None if replayed.length_changes_states else max_tokens
     longest = sorted(range(len(samples)), key=lambda n: -min(samples[n].num_tokens, max_tokens))
     # Where a router's flips make some samples much noisier than others, the noise of a few says little.
@@ -71,10 +106,19 @@ def replay_report(
         neighbours=lambda sample: source.neighbours(sample, _NEIGHBOURS),
     )
     examination = examine(evidence)
-    return [
-        *examination_findings(replayed, source.slots, samples, examination, noise),
-        *statistics_findings(replayed, source.slots, samples, window, noise),
-    ]
+    return Replay(
+        findings=[
+            *examination_findings(replayed, source.slots, samples, examination, noise),
+            *statistics_findings(replayed, source.slots, samples, window, noise),
+        ],
+        taps=tuple(_certain_tap(replayed, examination, slot, len(samples)) for slot in range(len(source.slots))),
+    )
+
+
+def _certain_tap(target: ReplayTarget, examination: Examination, slot: int, num_samples: int) -> Tap | None:
+    taps = [d.tap if d.explained else None for d in examination.of_slot(slot)]
+    tap = taps[0] if len(taps) == num_samples and len(set(taps)) == 1 else None
+    return None if tap is None else target.all_taps[tap]
 
 
 def replay_dataset(

@@ -16,9 +16,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,14 @@ class PreparedSamples:
         batch, n = self._locate(row)
         return {name: batch.column(name)[n].as_py() for name in ("messages", "tools", "category", "source")}
 
+    def token_rows(self) -> Iterator[npt.NDArray[np.int32]]:
+        """input_ids int32 [T] of every row in order, without a copy."""
+        for batch in self._batches:
+            column = batch.column("input_ids")
+            offsets = column.offsets.to_numpy().tolist()
+            values = column.values.to_numpy(zero_copy_only=True)
+            yield from (values[start:end] for start, end in pairwise(offsets))
+
     @cached_property
     def sample_ids(self) -> npt.NDArray[np.uint64]:
         """[N], each id's 16 hex digits as a number. Raises PreparedError where they are not prepared.json's."""
@@ -175,6 +184,38 @@ class PreparedSamples:
             raise IndexError(f"row {row}: {self.path} has rows 0 to {len(self) - 1}")
         n = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._batches[n], row - int(self._starts[n])
+
+
+class PreparedMasks:
+    """The loss mask that belongs to some tokens: of the prepared row that has exactly these."""
+
+    def __init__(self, prepared: PreparedSamples) -> None:
+        """Hashes every row's tokens, which are mapped: 16 bytes a row stay."""
+        self._prepared = prepared
+        hashes = np.fromiter(map(_token_hash, prepared.token_rows()), np.uint64, len(prepared))
+        self._rows = np.argsort(hashes, kind="stable")  # [N]
+        self._hashes = hashes[self._rows]  # ascending
+
+    def __call__(self, input_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+        """uint8 [T] for int32 [T]. Raises PreparedError where no row has these tokens, or several with other masks."""
+        wanted = np.uint64(_token_hash(input_ids))
+        first, stop = (int(np.searchsorted(self._hashes, wanted, side=side)) for side in ("left", "right"))
+        masks: list[npt.NDArray[np.uint8]] = []
+        for row in self._rows[first:stop].tolist():
+            sample = self._prepared[row]
+            if np.array_equal(sample.input_ids, input_ids) and not any(
+                np.array_equal(sample.loss_mask, mask) for mask in masks
+            ):
+                masks.append(sample.loss_mask)
+        if len(masks) == 1:
+            return masks[0]
+        if masks:
+            raise PreparedError(f"{self._prepared.path} has {len(masks)} loss masks for these {len(input_ids):,} tokens")
+        raise PreparedError(f"no sample of {self._prepared.path} has these {len(input_ids):,} tokens")
+
+
+def _token_hash(input_ids: npt.NDArray[np.int32]) -> int:
+    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(input_ids, "<i4"), digest_size=8).digest(), "little")
 
 
 def read_prepared_json(path: Path) -> dict[str, Any] | None:

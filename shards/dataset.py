@@ -5,6 +5,7 @@ Opening one imports no torch: the ledgers answer how much is there.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
@@ -108,11 +109,15 @@ class Shard:
 
 
 class Dataset:
-    """A dataset folder, opened for reading. Opens no shard before a sample of it is asked for."""
+    """A dataset folder, opened for reading. Opens no shard before a sample of it is asked for.
+
+    Several threads may read at once.
+    """
 
     def __init__(self, path: Path, identity: DatasetIdentity, ledgers: LedgerState) -> None:
         self.path, self.identity, self.ledgers = path, identity, ledgers
         self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: str | Path) -> Dataset:
@@ -154,17 +159,26 @@ class Dataset:
 
     def shard(self, index: int) -> Shard:
         """The shard named ``shards[index]``. Raises ShardError."""
-        shard = self._open.pop(index, None)
-        if shard is None:
-            entry = self.ledgers.entries[index]
-            shard = Shard(self.path / SHARDS_FOLDER / entry.shard, self.identity, entry)
-        self._open[index] = shard
-        while len(self._open) > _OPEN_SHARDS:
-            self._open.popitem(last=False)
+        with self._lock:
+            shard = self._open.get(index)
+            if shard is not None:
+                self._open.move_to_end(index)
+                return shard
+        entry = self.ledgers.entries[index]
+        shard = Shard(self.path / SHARDS_FOLDER / entry.shard, self.identity, entry)
+        with self._lock:
+            self._open[index] = shard
+            while len(self._open) > _OPEN_SHARDS:
+                self._open.popitem(last=False)
         return shard
 
     def iter_shards(self) -> Iterator[Shard]:
         return (self.shard(index) for index in range(len(self.ledgers.entries)))
+
+    def sample_ids(self) -> list[str]:
+        """Every sample once, in the order of iter_samples()."""
+        ids, shards, places = self._index
+        return [f"{sample_id:016x}" for sample_id in ids[np.lexsort((places, shards))].tolist()]
 
     def iter_samples(self) -> Iterator[Sample]:
         """Every sample once, shard by shard."""

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 _WRITE_BYTES = 1 << 20  # hashed and written while in cache
 # One thread hands a file system about 1.5 GB/s, and encodes and writes in turn; two keep up with an H200.
-_SEALS_AT_ONCE = 2
+SEALS_AT_ONCE = 2
 
 
 class ShardWriter:
     """Writes the shards of one worker. Use as a context manager: a clean exit closes, an exception aborts.
 
-    Holds the worker's name exclusively (HeldError otherwise). Memory: the shard that fills, two being sealed, and one
-    sample. With codec zstd, the encoded bytes of those being sealed come on top.
+    Holds the worker's name exclusively (HeldError otherwise). Memory: the shard that fills, ``seals_at_once`` being
+    sealed, and one sample. With codec zstd, the encoded bytes of those being sealed come on top.
 
     metadata: strings of the engine (build, tensor-parallel size, host, ...), kept in each shard. verify: each shard is
     read back and validated before it gets its name.
@@ -57,6 +57,7 @@ class ShardWriter:
         codec_threads: int = 1,
         metadata: Mapping[str, str],
         verify: bool = False,
+        seals_at_once: int = SEALS_AT_ONCE,
     ) -> None:
         if shard_bytes < 1 or codec_threads < 1:
             raise ValueError(f"shard_bytes {shard_bytes} and codec_threads {codec_threads} must be at least 1")
@@ -64,10 +65,11 @@ class ShardWriter:
         self._shard_bytes = shard_bytes
         self._metadata = dict(metadata)
         self._verify = verify
+        self._seals_at_once = seals_at_once
         self._folder = dataset / SHARDS_FOLDER
         self._ledger = WorkerLedger(dataset, worker)
         self._codec_pool = ThreadPoolExecutor(codec_threads, thread_name_prefix="eyas-codec")
-        self._sealers = ThreadPoolExecutor(_SEALS_AT_ONCE, thread_name_prefix="eyas-seal")
+        self._sealers = ThreadPoolExecutor(seals_at_once, thread_name_prefix="eyas-seal")
         self._sealing: deque[Future[SealedShard]] = deque()
         self._next = _Filling()
         self._closed = False
@@ -158,7 +160,7 @@ class ShardWriter:
 
     def _seal_next(self) -> list[SealedShard]:
         """Hand the filled shard to a sealing thread, once one is free."""
-        sealed = self._wait(until=_SEALS_AT_ONCE - 1)
+        sealed = self._wait(until=self._seals_at_once - 1)
         filled, self._next = self._next, _Filling()
         before = self._sealing[-1] if self._sealing else None
         self._sealing.append(self._sealers.submit(self._seal, filled, self._ledger.next_seq, before))

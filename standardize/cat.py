@@ -17,13 +17,11 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from eyas.shards.dataset import Shard
 from eyas.shards.errors import ShardError, ShardWriteError
@@ -31,11 +29,11 @@ from eyas.shards.identity import create_or_match
 from eyas.shards.ledger import SHARDS_FOLDER, SealedShard, WorkerLedger, lock_dataset, read_ledgers, recover
 from eyas.shards.rejects import append_reject, read_rejects
 from eyas.shards.sample import Sample
-from eyas.shards.token_counts import TokenCountsError, count_targets, read_token_counts, write_token_counts
 from eyas.shards.validate import validate
 from eyas.shards.writer import ShardWriter
 from eyas.standardize.convert import Converter
-from eyas.standardize.events import Advanced, Counted, Counting, Event, Failed, Noticed, Planned, Sealed, Summary
+from eyas.standardize.count import count_tokens
+from eyas.standardize.events import Advanced, Event, Failed, Noticed, Planned, Sealed, Summary
 from eyas.standardize.place import place
 from eyas.standardize.plan import Plan, Request, Task, plan
 
@@ -78,7 +76,7 @@ def standardize(
                 yield event
         if not summary.stopped_early:
             _carry_rejects(request)
-            summary.stopped_early = not (yield from _count(request, workers, should_stop))
+            summary.stopped_early = not (yield from count_tokens(out, request.identity.target.vocab_size, workers, should_stop))
         _add_up(request, summary)
     yield summary
 
@@ -104,23 +102,6 @@ def _carry_rejects(request: Request) -> None:
     for sample_id, reason in read_rejects(request.source).items():
         if known.get(sample_id) != reason:
             append_reject(request.out, "captured", sample_id, reason)
-
-
-def _count(request: Request, workers: int, should_stop: Callable[[], bool]) -> Generator[Event, None, bool]:
-    """Write token_counts.safetensors, unless it is of the shards that are there. Returns whether it is done."""
-    with suppress(TokenCountsError):
-        read_token_counts(request.out)
-        return True
-    entries = read_ledgers(request.out).entries
-    yield Counting(num_shards=len(entries))
-    counts = np.zeros(request.identity.target.vocab_size, dtype=np.int64)  # [vocab]
-    for ids, times in count_targets(request.out, entries, len(counts), workers=workers):
-        counts[ids] += times
-        yield Counted()
-        if should_stop():
-            return False
-    write_token_counts(request.out, counts, entries)
-    return True
 
 
 class _Pass:

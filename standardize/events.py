@@ -59,6 +59,37 @@ class Counted:
     """One shard's target tokens are counted."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Surveying:
+    """The tokens of ``num_items`` foreign samples are being read."""
+
+    num_items: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surveyed:
+    """One foreign sample's tokens are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Importing:
+    """The foreign folder is surveyed: these are to be written."""
+
+    num_samples: int
+    num_tokens: int
+    num_done_samples: int  # in out already
+    num_duplicates: int
+    num_rejected: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A foreign sample cannot be used. The run goes on."""
+
+    item: str
+    reason: str
+
+
 @dataclass(kw_only=True)
 class Summary:
     """How the run ended. The last event."""
@@ -71,10 +102,24 @@ class Summary:
     num_linked: int = 0  # shards, by this run
     num_copied: int = 0
     num_written: int = 0
-    num_rejected: int = 0  # by the capture
+    num_rejected: int = 0  # by the capture, or of a foreign folder
     num_missing: int = 0  # prepared samples that are neither in out nor rejected
+    num_duplicates: int = 0  # foreign samples with the tokens and mask of another one
     failures: dict[str, str] = field(default_factory=dict)  # captured shard -> reason
     stopped_early: bool = False
 
 
-Event = Planned | Advanced | Sealed | Failed | Noticed | Counting | Counted | Summary
+Event = (
+    Planned
+    | Advanced
+    | Sealed
+    | Failed
+    | Noticed
+    | Counting
+    | Counted
+    | Surveying
+    | Surveyed
+    | Importing
+    | Rejected
+    | Summary
+)

@@ -156,10 +156,62 @@ def load_target_parts(
         norm_weight=files.read(norm_name, torch.float32).to(device),
         norm_bias=None if norm_bias is None else norm_bias.to(device),
         norm_kind=_norm_kind(config, has_bias=norm_bias is not None),
-        norm_eps=next((float(config[key]) for key in _EPS_KEYS if config.get(key) is not None), 1e-6),
+        norm_eps=_norm_eps(config),
         logit_scale=_logit_scale(config),
-        softcap=float(cap) if (cap := config.get("final_logit_softcapping")) else None,
+        softcap=_softcap(config),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConstants:
+    """The numbers of TargetParts that config.json and the checkpoint's headers say, without reading a tensor."""
+
+    norm_kind: NormKind
+    norm_eps: float
+    logit_scale: float
+    softcap: float | None
+    head_bias: bool
+    head_rows: int  # at least the vocabulary: some checkpoints pad
+
+
+def read_target_constants(target: Path | str, *, revision: str | None = None) -> TargetConstants:
+    """Of ``target``, a folder or a hub repository. Where no safetensors are at hand, the head counts as plain.
+
+    Raises TargetPartsError.
+    """
+    files = _Files(str(target), revision)
+    outer = files.json("config.json")
+    if outer is None:
+        raise TargetPartsError(f"--target {target}: no config.json there, expected a target's folder or repository")
+    configs = language_configs(outer)
+    config = {**_defaults(configs[-1]), **configs[-1]}
+    hidden_size, vocab_size = (_number(files, config, key) for key in ("hidden_size", "vocab_size"))
+    head_bias, norm_bias, head_rows = False, False, vocab_size
+    if Path(target).is_dir() and (files.path(_INDEX) or files.path(_SINGLE)):
+        names = files.names()
+        norm = files.find(names, _NORMS, "weight", "final norm", (0, hidden_size), needed=False)
+        norm_bias = norm is not None and f"{norm.rpartition('.')[0]}.bias" in names
+        lasts = _EMBEDDINGS if _is_tied(configs) else _HEADS
+        head = files.find(names, lasts, "weight", "lm_head", (vocab_size, hidden_size), needed=False)
+        if head is not None:
+            head_rows = files.shape(head)[0]
+            head_bias = not _is_tied(configs) and f"{head.rpartition('.')[0]}.bias" in names
+    return TargetConstants(
+        norm_kind=_norm_kind(config, has_bias=norm_bias),
+        norm_eps=_norm_eps(config),
+        logit_scale=_logit_scale(config),
+        softcap=_softcap(config),
+        head_bias=head_bias,
+        head_rows=head_rows,
+    )
+
+
+def _norm_eps(config: Mapping[str, Any]) -> float:
+    return next((float(config[key]) for key in _EPS_KEYS if config.get(key) is not None), 1e-6)
+
+
+def _softcap(config: Mapping[str, Any]) -> float | None:
+    return float(cap) if (cap := config.get("final_logit_softcapping")) else None
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:

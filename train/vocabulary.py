@@ -7,6 +7,7 @@ draft id to get the target's (offsets, never indices), and ``t2d`` bool [V], whi
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ class DraftVocabulary:
         inside = np.zeros(self.vocab_size, dtype=np.bool_)
         inside[self.ids] = True
         return inside
+
+    @property
+    def fingerprint(self) -> str:
+        """blake2b-128, hex, over the ids as little-endian int64."""
+        return hashlib.blake2b(self.ids.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
     @classmethod
     def identity(cls, vocab_size: int) -> DraftVocabulary:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from eyas.shards.atomic import publish
 from eyas.shards.sample import parse_sample_ids
 from eyas.standardize.formats.specforge.write import write_dataset as write_specforge
-from eyas.standardize.formats.speculators.write import write_dataset as write_speculators
+from eyas.standardize.formats.speculators.write import Writer
+from eyas.standardize.formats.write_rows import write_rows
 from eyas.taps.errors import EyasError
 from eyas.train.peers import specforge, speculators
 from eyas.train.peers.settings import PeerSettings
@@ -82,7 +83,11 @@ def launch(
     whole = settings.draft_vocab_size is None
     d2t, t2d = (None, None) if whole else (plan.vocabulary.d2t, plan.vocabulary.t2d)
     if trainer == "speculators":
-        write_speculators(dataset, data, order, d2t=d2t, t2d=t2d, written=written)
+        writer = Writer(d2t=d2t, t2d=t2d)
+        vocabulary = {} if whole else {"draft vocabulary": plan.vocabulary.fingerprint}
+        write_rows(
+            dataset, data, writer, format="speculators", sample_ids=order, options=vocabulary, written=written
+        )
     else:
         dtype = getattr(torch, plan.identity.dtype)
         parts = load_target_parts(settings.target, dtype=dtype).as_captured(plan.identity.target)

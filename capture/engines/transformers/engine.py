@@ -34,6 +34,7 @@ from eyas.capture.engines.transformers.load import (
     commit_hash,
     hash_weights,
     load_model,
+    quantization_method,
     read_outline,
     text_config,
 )
@@ -129,9 +130,6 @@ class TransformersEngine:
         """What is being run, as dataset.json records it."""
         running, outline, settings = self._loaded, self._outline, self._settings
         norm, lm_head = running.stack.final_norm, running.stack.lm_head
-        quantization = getattr(outline.config, "quantization_config", None)
-        if quantization is not None and not isinstance(quantization, dict):
-            quantization = quantization.to_dict()
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         return TargetIdentity(
             name=settings.target,
@@ -143,7 +141,7 @@ class TransformersEngine:
             hidden_size=outline.hidden_size,
             vocab_size=outline.vocab_size,
             weight_dtype=outline.dtype,
-            quantization=None if quantization is None else str(quantization.get("quant_method")),
+            quantization=quantization_method(outline),
             final_norm=type(norm).__name__,
             final_norm_eps=float(epsilon) if isinstance(epsilon, (int, float)) else None,
             logit_scale=running.head.scale,

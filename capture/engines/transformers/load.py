@@ -138,6 +138,14 @@ def hash_weights(target: str, revision: str | None) -> str | None:
     return digest.hexdigest()
 
 
+def quantization_method(outline: TargetOutline) -> str | None:
+    """quant_method of the configuration; None for plain weights."""
+    quantization = getattr(outline.config, "quantization_config", None)
+    if quantization is not None and not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    return None if quantization is None else str(quantization.get("quant_method"))
+
+
 def commit_hash(target: str, revision: str | None) -> str | None:
     """The hub commit that ``target`` was read from, None for a plain folder."""
     snapshot = _config_file(target, revision).parent

@@ -14,89 +14,78 @@ final norm itself, so a dataset that keeps ``final`` cannot be given to it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from eyas.shards.atomic import publish
 from eyas.shards.dataset import Dataset
-from eyas.standardize.formats.completed import is_complete, mark_complete
-from eyas.taps.errors import EyasError
+from eyas.shards.identity import DatasetIdentity
+from eyas.shards.sample import Sample
+from eyas.standardize.formats.base import FormatError
+from eyas.standardize.formats.hidden_states_file import states_tensors
+from eyas.standardize.formats.safetensors_pieces import safetensors_pieces
+from eyas.standardize.formats.slots import Slots
+from eyas.standardize.formats.speculators.detect import STATES_FOLDER
 from eyas.taps.notation import after
 
-
-class SpeculatorsFormatError(EyasError):
-    """A dataset that speculators' layout cannot say, or a folder that holds something else."""
-
-
-def check_writable(dataset: Dataset) -> None:
-    """Raises SpeculatorsFormatError where their trainer would misread the data."""
-    identity = dataset.identity
-    last = after(identity.target.num_layers - 1)
-    if identity.last_hidden != last:
-        raise SpeculatorsFormatError(
-            f"{dataset.path} keeps {identity.last_hidden or 'no last_hidden'}, and speculators wants {last} (it "
-            f"applies the target's final norm itself; what is post-norm cannot be made pre-norm): capture with "
-            f"--last-hidden {last}"
-        )
-    if identity.dtype == "float16":
-        raise SpeculatorsFormatError(
-            f"{dataset.path} is float16, which speculators does not train on: standardize it with --dtype bfloat16"
-        )
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def write_dataset(
-    dataset: Dataset,
-    out: Path,
-    sample_ids: Sequence[str],
-    *,
-    d2t: npt.NDArray[np.int64] | None = None,
-    t2d: npt.NDArray[np.bool_] | None = None,
-    written: Callable[[int], None] = lambda tokens: None,
-) -> None:
-    """Write the samples named, as rows in this order. Streams: one sample in memory at a time.
+class Writer:
+    """Writes speculators' layout (base.Writer): a file of hidden states a sample, then the Arrow dataset.
 
-    Called again with the same arguments, what is whole stays and the rest is written; a folder of other samples is
-    refused. d2t int64 [Vd] offsets and t2d bool [V]: the draft vocabulary, None where it is the target's. ``written``
-    is told the tokens of each sample. Raises SpeculatorsFormatError and ShardError.
+    final_norm: not needed. d2t int64 [Vd] offsets and t2d bool [V]: the draft vocabulary, None where it is the
+    target's. The memory of a thread's last sample is used again for its next one.
     """
-    check_writable(dataset)
-    if is_complete(out, dataset, sample_ids):
-        return
-    if out.is_dir() and not (out / "hidden_states").is_dir() and any(out.iterdir()):
-        raise SpeculatorsFormatError(f"{out} is not empty: give a new folder")
-    states = out / "hidden_states"
-    states.mkdir(parents=True, exist_ok=True)
-    for row, sample_id in enumerate(sample_ids):
-        written(_write_states(dataset, sample_id, states / f"hs_{row}.safetensors"))
-    _write_tokens(dataset, out, sample_ids)
-    if d2t is not None and t2d is not None:
-        np.save(out / f"d2t-{len(d2t)}.npy", d2t)
-        np.save(out / f"t2d-{len(d2t)}.npy", t2d)
-    mark_complete(out, dataset, sample_ids)
 
+    def __init__(
+        self,
+        *,
+        final_norm: Callable[[Tensor], Tensor] | None = None,
+        d2t: npt.NDArray[np.int64] | None = None,
+        t2d: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        self._d2t, self._t2d = d2t, t2d
+        self._threads = threading.local()
 
-def _write_states(dataset: Dataset, sample_id: str, path: Path) -> int:
-    """One sample's file; returns its tokens. A whole file appears in one step, so one that is there is whole."""
-    import torch
-    from safetensors.torch import save
+    def check(self, identity: DatasetIdentity) -> None:
+        """Raises FormatError where their trainer would misread the data."""
+        last = after(identity.target.num_layers - 1)
+        if identity.last_hidden != last:
+            raise FormatError(
+                f"the dataset keeps {identity.last_hidden or 'no last_hidden'}, and speculators wants {last} (it "
+                f"applies the target's final norm itself; what is post-norm cannot be made pre-norm): capture with "
+                f"--last-hidden {last}"
+            )
+        if identity.dtype == "float16":
+            raise FormatError(
+                "the dataset is float16, which speculators does not train on: standardize it with --dtype bfloat16"
+            )
 
-    sample = dataset.sample(sample_id)
-    T, A, H = sample.num_tokens, len(dataset.identity.taps), dataset.identity.hidden_size
-    if path.exists():
-        return T
-    assert sample.last_hidden is not None  # check_writable
-    states_TSH = torch.empty(T, A + 1, H, dtype=sample.features.dtype)
-    states_TSH[:, :A] = sample.features.view(T, A, H)
-    states_TSH[:, A] = sample.last_hidden
-    publish(path, save({"hidden_states": states_TSH, "token_ids": sample.input_ids.to(torch.int64)}))
-    return T
+    def files(self, row: int, sample: Sample) -> Mapping[str, Sequence[bytes | memoryview]]:
+        """The file of one row; its memory is this thread's until the next call."""
+        assert sample.last_hidden is not None  # check()
+        if not hasattr(self._threads, "slots"):
+            self._threads.slots = Slots()
+        states = self._threads.slots.stack(sample, sample.last_hidden.shape[1])
+        tensors = states_tensors(states, sample.input_ids.numpy())
+        return {f"{STATES_FOLDER}/hs_{row}.safetensors": safetensors_pieces(tensors)}
+
+    def finish(self, out: Path, dataset: Dataset, sample_ids: Sequence[str]) -> None:
+        """The Arrow dataset, streamed, and the vocabulary."""
+        _write_tokens(dataset, out, sample_ids)
+        if self._d2t is not None and self._t2d is not None:
+            np.save(out / f"d2t-{len(self._d2t)}.npy", self._d2t)
+            np.save(out / f"t2d-{len(self._d2t)}.npy", self._t2d)
 
 
 def _write_tokens(dataset: Dataset, out: Path, sample_ids: Sequence[str]) -> None:
-    """The Arrow dataset, streamed, with torch as its format, which their reader counts on."""
+    """With torch as its format, which their reader counts on."""
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
