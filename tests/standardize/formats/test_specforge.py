@@ -38,7 +38,7 @@ def test_files_hold_the_samples_with_the_norm_applied(tmp_path: Path) -> None:
         assert torch.equal(raw["input_ids"], sample.input_ids.long())
         assert torch.equal(raw["loss_mask"], sample.loss_mask.long())
         assert path.stat().st_size < 2 * sample.features.nbytes + 10_000  # this sample's rows, not the shard's
-    maps = torch.load(tmp_path / "out" / "vocab_mapping.pt", weights_only=True)
+    maps = torch.load(tmp_path / "out" / "vocab_mapping" / "vocab_mapping.pt", weights_only=True)
     assert torch.equal(maps["d2t"], torch.from_numpy(d2t))
     with pytest.raises(OtherSamplesError, match="holds other samples"):
         write_dataset(dataset, tmp_path / "out", order[1:], final_norm=lambda hidden: hidden)

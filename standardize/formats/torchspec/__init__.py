@@ -1,0 +1,1 @@
+"""TorchSpec's offline files: one .ckpt of torch.save for each conversation."""
