@@ -27,7 +27,7 @@ import numpy as np
 
 from eyas.shards.dataset import open_dataset
 from eyas.shards.sample import parse_sample_ids
-from eyas.standardize.formats.speculators.write import Writer
+from eyas.standardize.formats.registry import create_writer
 from eyas.standardize.formats.write_rows import write_rows
 from eyas.train.split import validation_mask
 from eyas.train.vocabulary import DraftVocabulary
@@ -64,7 +64,7 @@ def data(options: argparse.Namespace) -> None:
     ids = np.array([sample for shard in dataset.iter_shards() for sample in shard.sample_ids])
     held_out = validation_mask(parse_sample_ids(ids.tolist()), VALIDATION)
     order = [*ids[~held_out].tolist(), *ids[held_out].tolist()]
-    writer = Writer(d2t=vocabulary.d2t, t2d=vocabulary.t2d)
+    writer = create_writer("speculators", d2t=vocabulary.d2t, t2d=vocabulary.t2d)
     write_rows(dataset, work / "speculators", writer, format="speculators", sample_ids=order)
     share = (int((~held_out).sum()) + 0.5) / len(ids)
     facts = {"target": str(target), "train_share": share, "samples": len(ids), "tokens": dataset.num_tokens}

@@ -23,7 +23,7 @@ import numpy as np
 from random_training_data import LLAMA_8B, TINY, make_dataset, make_target, speculators_layer_ids
 
 from eyas.shards.dataset import open_dataset
-from eyas.standardize.formats.speculators.write import Writer
+from eyas.standardize.formats.registry import create_writer
 from eyas.standardize.formats.write_rows import write_rows
 from eyas.train.vocabulary import DraftVocabulary
 
@@ -100,7 +100,7 @@ def main() -> None:
         vocabulary = DraftVocabulary(ids=np.arange(options.vocab), vocab_size=dataset.identity.target.vocab_size,
                                      coverage=1.0)  # fmt: skip
         order = [sample.sample_id for sample in dataset]
-        writer = Writer(d2t=vocabulary.d2t, t2d=vocabulary.t2d)
+        writer = create_writer("speculators", d2t=vocabulary.d2t, t2d=vocabulary.t2d)
         write_rows(dataset, options.scratch / "speculators", writer, format="speculators", sample_ids=order)
         (options.scratch / "ready").touch()
     ours = eyas(options.scratch, target, options) if options.only != "speculators" else None

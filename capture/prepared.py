@@ -210,7 +210,9 @@ class PreparedMasks:
         if len(masks) == 1:
             return masks[0]
         if masks:
-            raise PreparedError(f"{self._prepared.path} has {len(masks)} loss masks for these {len(input_ids):,} tokens")
+            raise PreparedError(
+                f"{self._prepared.path} has {len(masks)} loss masks for these {len(input_ids):,} tokens"
+            )
         raise PreparedError(f"no sample of {self._prepared.path} has these {len(input_ids):,} tokens")
 
 

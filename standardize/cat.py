@@ -76,7 +76,9 @@ def standardize(
                 yield event
         if not summary.stopped_early:
             _carry_rejects(request)
-            summary.stopped_early = not (yield from count_tokens(out, request.identity.target.vocab_size, workers, should_stop))
+            summary.stopped_early = not (
+                yield from count_tokens(out, request.identity.target.vocab_size, workers, should_stop)
+            )
         _add_up(request, summary)
     yield summary
 

@@ -207,9 +207,7 @@ def import_folder(
         summary.stopped_early = should_stop() and len(todo) > 0 and _num_left(out, survey) > 0
         write_item_rejects(out, _worker_name(), survey.rejects)
         if not summary.stopped_early:
-            summary.stopped_early = not (
-                yield from count_tokens(out, identity.target.vocab_size, workers, should_stop)
-            )
+            summary.stopped_early = not (yield from count_tokens(out, identity.target.vocab_size, workers, should_stop))
         _add_up(summary, read_ledgers(out), identity, survey)
     yield summary
 
@@ -305,9 +303,7 @@ def _surveyed(
     )
 
 
-def _tokens(
-    request: ForeignRequest, foreign: ForeignSample
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+def _tokens(request: ForeignRequest, foreign: ForeignSample) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
     """input_ids int32 [T] and loss_mask uint8 [T]. Raises ForeignFileError for what is no sample of the target."""
     ids, T = foreign.input_ids, len(foreign.input_ids)
     vocab_size, H = request.identity.target.vocab_size, request.identity.hidden_size
@@ -329,7 +325,9 @@ def _tokens(
             raise ForeignFileError(where, f"the last hidden state is {found}, expected {[T, H]}")
         states.append(foreign.last_hidden)
     if any(str(tensor.dtype) != f"torch.{request.layout.dtype}" for tensor in states):
-        raise ForeignFileError(where, f"states are {states[0].dtype}, and the folder's first ones {request.layout.dtype}")
+        raise ForeignFileError(
+            where, f"states are {states[0].dtype}, and the folder's first ones {request.layout.dtype}"
+        )
     tokens = ids.numpy().astype(np.int32)
     if foreign.loss_mask is not None:
         mask = foreign.loss_mask.numpy().astype(np.uint8, copy=False)

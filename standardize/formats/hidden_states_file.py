@@ -50,9 +50,7 @@ def read_shape(file: Path) -> StatesShape | None:
         return None
     if len(shape) != 3 or dtype not in _DTYPES:
         return None
-    return StatesShape(
-        num_slots=shape[1], hidden_size=shape[2], dtype=_DTYPES[dtype], is_fp8=dtype.startswith("F8")
-    )
+    return StatesShape(num_slots=shape[1], hidden_size=shape[2], dtype=_DTYPES[dtype], is_fp8=dtype.startswith("F8"))
 
 
 def read_states(file: Path, where: str, shape: StatesShape) -> tuple[Tensor, Tensor]:
@@ -68,7 +66,9 @@ def read_states(file: Path, where: str, shape: StatesShape) -> tuple[Tensor, Ten
         raise ForeignFileError(where, error.what) from error
     missing = [name for name in (STATES, TOKENS) if name not in tensors]
     if missing:
-        raise ForeignFileError(where, f"has no {' and no '.join(missing)}, found {', '.join(sorted(tensors)) or 'none'}")
+        raise ForeignFileError(
+            where, f"has no {' and no '.join(missing)}, found {', '.join(sorted(tensors)) or 'none'}"
+        )
     states, ids = tensors[STATES], tensors[TOKENS]
     if ids.dim() != 1 or ids.is_floating_point():
         raise ForeignFileError(where, f"{TOKENS} is {ids.dtype} {list(ids.shape)}, expected integers [T]")

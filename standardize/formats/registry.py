@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eyas.standardize.formats.base import FormatError, Layout, Reader
+import numpy as np
+import numpy.typing as npt
+
+from eyas.standardize.formats.base import FormatError, Layout, Reader, Writer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 READABLE = ("vllm", "speculators", "specforge", "modelopt", "eagle", "torchspec", "dump")
 WRITABLE = ("vllm", "speculators", "specforge", "modelopt", "eagle")
@@ -34,6 +41,22 @@ def open_reader(folder: Path, layout: Layout) -> Reader:
     """The reader of a folder that detect() looked at. Raises FormatError."""
     reader: Reader = _module(layout.format, "read").open_reader(folder, layout)
     return reader
+
+
+def create_writer(
+    name: str,
+    *,
+    final_norm: Callable[[Tensor], Tensor] | None = None,
+    d2t: npt.NDArray[np.int64] | None = None,
+    t2d: npt.NDArray[np.bool_] | None = None,
+) -> Writer:
+    """The writer of format ``name``; its check() comes first.
+
+    final_norm: the target's, [T, H] -> [T, H], None where it is not at hand. d2t int64 [Vd] offsets and t2d bool [V]:
+    the draft vocabulary, None where it is the target's.
+    """
+    writer: Writer = _module(name, "write").Writer(final_norm=final_norm, d2t=d2t, t2d=t2d)
+    return writer
 
 
 def _module(name: str, file: str) -> Any:

@@ -492,5 +492,3 @@ def _write_file(path: str, pieces: Sequence[bytes | memoryview]) -> None:
                 view = view[os.write(fd, view) :]
     finally:
         os.close(fd)
-
-

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from eyas.shards.atomic import publish
 from eyas.shards.sample import parse_sample_ids
-from eyas.standardize.formats.specforge.write import write_dataset as write_specforge
-from eyas.standardize.formats.speculators.write import Writer
+from eyas.standardize.formats.registry import create_writer
 from eyas.standardize.formats.write_rows import write_rows
 from eyas.taps.errors import EyasError
 from eyas.train.peers import specforge, speculators
@@ -82,16 +81,20 @@ def launch(
     order = [*ids[~held_out].tolist(), *ids[held_out].tolist()]
     whole = settings.draft_vocab_size is None
     d2t, t2d = (None, None) if whole else (plan.vocabulary.d2t, plan.vocabulary.t2d)
-    if trainer == "speculators":
-        writer = Writer(d2t=d2t, t2d=t2d)
-        vocabulary = {} if whole else {"draft vocabulary": plan.vocabulary.fingerprint}
-        write_rows(
-            dataset, data, writer, format="speculators", sample_ids=order, options=vocabulary, written=written
-        )
-    else:
+    norm = None
+    if trainer == "specforge":
         dtype = getattr(torch, plan.identity.dtype)
-        parts = load_target_parts(settings.target, dtype=dtype).as_captured(plan.identity.target)
-        write_specforge(dataset, data, order, final_norm=parts.final, d2t=d2t, t2d=t2d, written=written)
+        norm = load_target_parts(settings.target, dtype=dtype).as_captured(plan.identity.target).final
+    write_rows(
+        dataset,
+        data,
+        create_writer(trainer, final_norm=norm, d2t=d2t, t2d=t2d),
+        format=trainer,
+        sample_ids=order,
+        options={} if whole else {"draft vocabulary": plan.vocabulary.fingerprint},
+        written=written,
+    )
+    if trainer == "specforge":
         values = specforge.config(settings, dataset, plan.target.facts, data)
         publish(settings.run / specforge.CONFIG_FILE, specforge.render(values).encode())
     command = command_line(trainer, settings, plan)

@@ -33,7 +33,6 @@ from eyas.shards.dataset import Dataset
 from eyas.shards.identity import DatasetIdentity
 from eyas.shards.sample import Sample
 from eyas.standardize.formats.base import FormatError
-from eyas.standardize.formats.completed import is_complete, mark_complete
 from eyas.standardize.formats.specforge.read import NUM_TOKENS
 from eyas.standardize.formats.torch_files import saved
 from eyas.taps.notation import FINAL, format_taps
@@ -111,35 +110,3 @@ class Writer:
             path.parent.mkdir(parents=True, exist_ok=True)
             maps = {"t2d": torch.from_numpy(self._t2d), "d2t": torch.from_numpy(self._d2t)}
             publish(path, bytes(saved(maps)))
-
-
-def write_dataset(
-    dataset: Dataset,
-    out: Path,
-    sample_ids: Sequence[str],
-    *,
-    final_norm: Callable[[Tensor], Tensor],
-    d2t: npt.NDArray[np.int64] | None = None,
-    t2d: npt.NDArray[np.bool_] | None = None,
-    written: Callable[[int], None] = lambda tokens: None,
-) -> None:
-    """Write the samples named, a file each. Streams: one sample in memory at a time.
-
-    Called again with the same arguments, what is whole stays and the rest is written; a folder of other samples is
-    refused. Raises FormatError.
-    """
-    writer = Writer(final_norm=final_norm, d2t=d2t, t2d=t2d)
-    writer.check(dataset.identity)
-    if is_complete(out, dataset, sample_ids):
-        return
-    if out.is_dir() and any(not path.name.startswith(("rows_", "vocab_", ".")) for path in out.iterdir()):
-        raise FormatError(f"{out} is not empty: give a new folder")
-    for row, sample_id in enumerate(sample_ids):
-        sample = dataset.sample(sample_id)
-        for name, pieces in writer.files(row, sample).items():
-            if not (out / name).exists():
-                (out / name).parent.mkdir(parents=True, exist_ok=True)
-                publish(out / name, b"".join(pieces))
-        written(sample.num_tokens)
-    writer.finish(out, dataset, sample_ids)
-    mark_complete(out, dataset, sample_ids)

@@ -59,7 +59,9 @@ class ArrowReader:
             try:
                 row_ids, row_mask = self._tokens[row]
             except IndexError:
-                raise ForeignFileError(item, f"the Arrow dataset has no row {row}, only {len(self._tokens):,}") from None
+                raise ForeignFileError(
+                    item, f"the Arrow dataset has no row {row}, only {len(self._tokens):,}"
+                ) from None
             if not torch.equal(ids, torch.from_numpy(row_ids)):
                 raise ForeignFileError(
                     item, f"its {len(ids):,} token_ids are not the {len(row_ids):,} input_ids of row {row}"

@@ -22,9 +22,7 @@ class VllmReader:
 
     def __init__(self, folder: Path, layout: Layout, hidden_size: int) -> None:
         self._folder, self._layout = folder, layout
-        self._shape = StatesShape(
-            num_slots=layout.num_taps, hidden_size=hidden_size, dtype=layout.dtype, is_fp8=False
-        )
+        self._shape = StatesShape(num_slots=layout.num_taps, hidden_size=hidden_size, dtype=layout.dtype, is_fp8=False)
         self._items = state_files(folder)
 
     @property

@@ -12,8 +12,8 @@ import torch
 from eyas.shards.dataset import open_dataset
 from eyas.shards.identity import create_or_match
 from eyas.shards.writer import ShardWriter
-from eyas.standardize.formats.completed import OtherSamplesError
-from eyas.standardize.formats.specforge.write import write_dataset
+from eyas.standardize.formats.specforge.write import Writer
+from eyas.standardize.formats.write_rows import OtherSamplesError, write_rows
 
 from ...captured import captured_identity, make_samples
 
@@ -27,8 +27,9 @@ def test_files_hold_the_samples_with_the_norm_applied(tmp_path: Path) -> None:
     dataset = open_dataset(tmp_path / "standard")
     order = [sample.sample_id for sample in dataset][::-1]
     d2t, t2d = np.arange(3), np.arange(64) % 2 == 0
+    writer = Writer(final_norm=lambda hidden: hidden * 2, d2t=d2t, t2d=t2d)
     for _ in range(2):  # the second time nothing is left to do
-        write_dataset(dataset, tmp_path / "out", order, final_norm=lambda hidden: hidden * 2, d2t=d2t, t2d=t2d)
+        write_rows(dataset, tmp_path / "out", writer, format="specforge", sample_ids=order)
     for row, sample_id in enumerate(order):
         sample = dataset.sample(sample_id)
         path = tmp_path / "out" / "rows_0-2000" / f"data_{row}.ckpt"
@@ -41,4 +42,4 @@ def test_files_hold_the_samples_with_the_norm_applied(tmp_path: Path) -> None:
     maps = torch.load(tmp_path / "out" / "vocab_mapping" / "vocab_mapping.pt", weights_only=True)
     assert torch.equal(maps["d2t"], torch.from_numpy(d2t))
     with pytest.raises(OtherSamplesError, match="holds other samples"):
-        write_dataset(dataset, tmp_path / "out", order[1:], final_norm=lambda hidden: hidden)
+        write_rows(dataset, tmp_path / "out", writer, format="specforge", sample_ids=order[1:])

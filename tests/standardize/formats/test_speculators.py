@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from eyas.shards.dataset import open_dataset
 from eyas.shards.identity import DatasetIdentity, create_or_match
 from eyas.shards.writer import ShardWriter
-from eyas.standardize.formats.completed import OtherSamplesError
-from eyas.standardize.formats.speculators.write import SpeculatorsFormatError, write_dataset
+from eyas.standardize.formats.base import FormatError
+from eyas.standardize.formats.speculators.write import Writer
+from eyas.standardize.formats.write_rows import OtherSamplesError, write_rows
 from eyas.taps.notation import FINAL
 
 from ...captured import captured_identity, make_samples
@@ -40,7 +41,7 @@ def test_rows_and_files_hold_the_samples(dataset_folder: Path, tmp_path: Path) -
     order = [sample.sample_id for sample in dataset][::-1]
     d2t, t2d = np.zeros(64, dtype=np.int64), np.ones(64, dtype=bool)
     for _ in range(2):  # the second time nothing is left to do
-        write_dataset(dataset, tmp_path / "out", order, d2t=d2t, t2d=t2d)
+        write_rows(dataset, tmp_path / "out", Writer(d2t=d2t, t2d=t2d), format="speculators", sample_ids=order)
     rows = datasets.load_from_disk(str(tmp_path / "out"))
     assert [int(n) for n in rows.with_format(None)["seq_len"]] == [dataset.sample(id).num_tokens for id in order]
     for row, sample_id in enumerate(order):
@@ -53,11 +54,11 @@ def test_rows_and_files_hold_the_samples(dataset_folder: Path, tmp_path: Path) -
         assert torch.equal(stored["hidden_states"][:, -1], sample.last_hidden)
     assert np.load(tmp_path / "out" / "d2t-64.npy").dtype == np.int64
     with pytest.raises(OtherSamplesError, match="holds other samples"):
-        write_dataset(dataset, tmp_path / "out", order[1:])
+        write_rows(dataset, tmp_path / "out", Writer(), format="speculators", sample_ids=order[1:])
 
 
 def test_what_is_post_norm_is_refused(tmp_path: Path) -> None:
     identity = replace(captured_identity(num_samples=1, taps="after:1"), stage="standard", last_hidden=FINAL)
     folder = _write(tmp_path / "standard", identity)
-    with pytest.raises(SpeculatorsFormatError, match="cannot be made pre-norm"):
-        write_dataset(open_dataset(folder), tmp_path / "out", [])
+    with pytest.raises(FormatError, match="cannot be made pre-norm"):
+        write_rows(open_dataset(folder), tmp_path / "out", Writer(), format="speculators")
