@@ -217,7 +217,9 @@ class PreparedMasks:
 
 
 def _token_hash(input_ids: npt.NDArray[np.int32]) -> int:
-    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(input_ids, "<i4"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(np.ascontiguousarray(input_ids, "<i4").tobytes(), digest_size=8).digest(), "little"
+    )
 
 
 def read_prepared_json(path: Path) -> dict[str, Any] | None:

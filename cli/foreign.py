@@ -1,4 +1,4 @@
-"""What joins the rooms where a foreign folder comes in: whose states they are, which taps, and where masks are found."""
+"""What joins the rooms where a foreign folder comes in: whose states they are, which taps, where the masks are."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def _which_taps(source: Path, layout: Layout, facts: TargetFacts) -> str:
         example = "after:1,..."
     return (
         f"{found}, and nothing there says which layers they are. Give the tap of each slot (--taps {example}), the "
-        f"layer numbers that the capturing system was given with its name (--layers 2,16,29 --convention vllm), or have "
-        f"the target replayed on a few samples (--taps identify)."
+        f"layer numbers that the capturing system was given with its name (--layers 2,16,29 --convention vllm), or "
+        f"have the target replayed on a few samples (--taps identify)."
     )
 
 

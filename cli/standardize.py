@@ -41,8 +41,8 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.argument("out", required=False, type=click.Path(file_okay=False, path_type=Path))
 @click.option(
     "--taps",
-    help="The draft's taps in ascending depth (embed, after:J, final), or 'default'; without: all captured. Of FOREIGN: "
-    "what its slots are, in their order, or 'identify' to find it by replaying --target.",
+    help="The draft's taps in ascending depth (embed, after:J, final), or 'default'; without: all captured. Of "
+    "FOREIGN: what its slots are, in their order, or 'identify' to find it by replaying --target.",
 )
 @click.option("--layers", help="Layer numbers instead of --taps; they need --convention.")
 @click.option(
@@ -158,7 +158,7 @@ def _refuse_misplaced(options: dict[str, Any], is_dataset: bool) -> None:
 
 
 def _describe(folder: Path) -> None:
-    from eyas.standardize.formats.dump.describe import describe
+    from eyas.standardize.formats.registry import describe
 
     click.echo(describe(folder))
 

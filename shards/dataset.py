@@ -5,6 +5,8 @@ Opening one imports no torch: the ledgers answer how much is there.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -44,7 +46,7 @@ class Shard:
         if entry is not None and (header.num_bytes, self.metadata.sample_ids) != (entry.num_bytes, entry.sample_ids):
             raise ShardError(path, None, "its size or its sample ids are not what its ledger line says")
         self._identity = identity
-        self._tensors = map_tensors(path, header)
+        self.mapped, self._tensors = map_tensors(path, header)
         self._offsets = check_offsets(path, self._tensors, self.metadata)
         check_codec(path, self._tensors, self._offsets, identity)
 
@@ -106,6 +108,12 @@ class Shard:
             raise ShardError(self.path, name, f"sample {self.sample_ids[n]}: {error}") from error
         dtype: torch.dtype = getattr(torch, self._identity.dtype)
         return torch.from_numpy(content).view(dtype)
+
+
+def _give_back(mapped: npt.NDArray[np.uint8]) -> None:
+    """Drop the pages of a mapping from this process's memory; what is touched again is mapped again."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(mapped.nbytes), mmap.MADV_DONTNEED)
 
 
 class Dataset:
@@ -171,6 +179,14 @@ class Dataset:
             while len(self._open) > _OPEN_SHARDS:
                 self._open.popitem(last=False)
         return shard
+
+    def give_back(self) -> None:
+        """Drop what was read of the open shards from this process's memory. Samples that were given out stay good, but
+        for what was written into them."""
+        with self._lock:
+            shards = list(self._open.values())
+        for shard in shards:
+            _give_back(shard.mapped)
 
     def iter_shards(self) -> Iterator[Shard]:
         return (self.shard(index) for index in range(len(self.ledgers.entries)))

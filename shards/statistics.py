@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -31,17 +33,39 @@ def tap_statistics(features: Tensor) -> Tensor:
     for start in range(0, len(features), step):
         rows = features[start : start + step]  # [t, A, H]
         if on_cpu:
-            rows = rows.float()  # torch reduces 16-bit floats on a CPU about ten times as slowly
-        norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)  # [t, A]
-        peaks = torch.maximum(rows.amax(-1), -rows.amin(-1)).float()  # [t, A], NaN where the row holds one
-        finite = torch.isfinite(peaks)  # [t, A]
+            wide = rows.float()  # torch reduces 16-bit floats on a CPU about ten times as slowly
+            peaks, zeros = _cpu_peaks_and_zeros(rows, wide)  # [t, A], [A]
+        else:
+            wide = rows
+            peaks = torch.maximum(rows.amax(-1), -rows.amin(-1)).float()  # [t, A]
+            zeros = (rows == 0).sum((0, 2))  # [A]
+        norms = torch.linalg.vector_norm(wide, dim=-1, dtype=torch.float32)  # [t, A]
+        finite = torch.isfinite(peaks)  # [t, A], a peak is NaN where the row holds one
         total[:, SUM_NORM] += norms.clamp(max=largest).where(finite, 0).sum(0, dtype=torch.float64)
         total[:, MAX_ABS] = torch.maximum(total[:, MAX_ABS], peaks.where(finite, 0).amax(0).double())
-        total[:, ZEROS] += (rows == 0).sum((0, 2))
+        total[:, ZEROS] += zeros
         if on_cpu and bool(finite.all()):
             continue
-        total[:, NONFINITE] += len(rows) * hidden_size - torch.isfinite(rows).sum((0, 2))
+        total[:, NONFINITE] += len(rows) * hidden_size - torch.isfinite(wide).sum((0, 2))
     return total
+
+
+def _cpu_peaks_and_zeros(rows: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of each row, float32 [t, A], NaN where it holds one; and the zeros of each tap, [A].
+
+    Magnitudes of 16-bit floats are ordered as their bits without the sign are, infinity and NaN above all: integers
+    are compared at twice the speed of float32. NumPy counts flags at four times the speed of torch's sum.
+    """
+    import torch
+
+    if rows.itemsize == 2:
+        magnitudes = rows.view(torch.int16) & 0x7FFF  # [t, A, H]
+        peaks = magnitudes.amax(-1).view(rows.dtype).float()
+    else:
+        magnitudes = wide
+        peaks = torch.maximum(wide.amax(-1), -wide.amin(-1))
+    is_zero = magnitudes.numpy() == 0
+    return peaks, torch.tensor([np.count_nonzero(is_zero[:, a]) for a in range(rows.shape[1])])
 
 
 def summarize(totals: Sequence[Tensor], names: Sequence[str], num_tokens: int, hidden_size: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def read_entry(path: Path, identity: DatasetIdentity, entry: SealedShard | None)
     if entry is not None and header.num_bytes != entry.num_bytes:
         raise ShardError(path, None, f"{header.num_bytes} bytes, and its ledger line says {entry.num_bytes}")
     file_xxh3 = _check_hashes(path, header, metadata)
-    tensors = map_tensors(path, header)
+    _, tensors = map_tensors(path, header)
     offsets = check_offsets(path, tensors, metadata)
     check_codec(path, tensors, offsets, identity)
     _check_tokens(path, tensors, offsets, metadata, identity)
@@ -58,8 +58,8 @@ def read_entry(path: Path, identity: DatasetIdentity, entry: SealedShard | None)
     return found
 
 
-def map_tensors(path: Path, header: Header) -> dict[str, npt.NDArray[np.uint8]]:
-    """The flat bytes of each tensor, memory-mapped: what is not touched is not read.
+def map_tensors(path: Path, header: Header) -> tuple[npt.NDArray[np.uint8], dict[str, npt.NDArray[np.uint8]]]:
+    """The file, and the flat bytes of each of its tensors, memory-mapped: what is not touched is not read.
 
     The mapping is private, so writing into it changes no file, and it holds no file descriptor: a shuffle buffer may
     keep views of thousands of shards.
@@ -70,7 +70,7 @@ def map_tensors(path: Path, header: Header) -> dict[str, npt.NDArray[np.uint8]]:
         mapped = torch.from_file(str(path), shared=False, size=header.num_bytes, dtype=torch.uint8).numpy()
     except RuntimeError as error:
         raise ShardError(path, None, f"cannot be mapped into memory ({error})") from error
-    return {name: mapped[place.begin : place.end] for name, place in header.tensors.items()}
+    return mapped, {name: mapped[place.begin : place.end] for name, place in header.tensors.items()}
 
 
 def check_offsets(

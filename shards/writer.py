@@ -10,7 +10,7 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder
+from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, start_writeback
 from eyas.shards.codec import CODECS
 from eyas.shards.errors import ShardError, ShardWriteError
 from eyas.shards.identity import DatasetIdentity
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _WRITE_BYTES = 1 << 20  # hashed and written while in cache
+_WRITEBACK_BYTES = 16 << 20  # on their way to the disk while the next are hashed
 # One thread hands a file system about 1.5 GB/s, and encodes and writes in turn; two keep up with an H200.
 SEALS_AT_ONCE = 2
 
@@ -44,7 +45,8 @@ class ShardWriter:
     sealed, and one sample. With codec zstd, the encoded bytes of those being sealed come on top.
 
     metadata: strings of the engine (build, tensor-parallel size, host, ...), kept in each shard. verify: each shard is
-    read back and validated before it gets its name.
+    read back and validated before it gets its name. lazy: where their statistics are not given, samples are read when
+    their shard is sealed and not before; for tensors that are mapped from files, which then are never in memory twice.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ShardWriter:
         metadata: Mapping[str, str],
         verify: bool = False,
         seals_at_once: int = SEALS_AT_ONCE,
+        lazy: bool = False,
     ) -> None:
         if shard_bytes < 1 or codec_threads < 1:
             raise ValueError(f"shard_bytes {shard_bytes} and codec_threads {codec_threads} must be at least 1")
@@ -66,6 +69,7 @@ class ShardWriter:
         self._metadata = dict(metadata)
         self._verify = verify
         self._seals_at_once = seals_at_once
+        self._lazy = lazy
         self._folder = dataset / SHARDS_FOLDER
         self._ledger = WorkerLedger(dataset, worker)
         self._codec_pool = ThreadPoolExecutor(codec_threads, thread_name_prefix="eyas-codec")
@@ -89,8 +93,10 @@ class ShardWriter:
             sealed += self._seal_next()
         if sample.sample_id in self._next.sample_ids:
             raise ValueError(f"sample {sample.sample_id} is in this shard already")
-        totals = self._statistics(sample) if statistics is None else statistics.cpu()  # [A, 4] or [A+1, 4]
-        if totals.shape != (len(self._tap_names()), 4):
+        totals = None if statistics is None else statistics.cpu()  # [A, 4] or [A+1, 4]
+        if totals is None and not self._lazy:
+            totals = self._statistics(sample)
+        if totals is not None and totals.shape != (len(self._tap_names()), 4):
             raise ValueError(f"statistics {list(totals.shape)}: expected [{len(self._tap_names())}, 4]")
         self._next.add(sample, totals, num_bytes)
         if self._next.num_bytes >= self._shard_bytes:
@@ -153,9 +159,9 @@ class ShardWriter:
         import torch
 
         hidden_size = self._identity.hidden_size
-        rows = [tap_statistics(sample.features.view(sample.num_tokens, -1, hidden_size))]
+        rows = [tap_statistics(sample.features.unflatten(1, (-1, hidden_size)))]
         if sample.last_hidden is not None:
-            rows.append(tap_statistics(sample.last_hidden.view(sample.num_tokens, 1, hidden_size)))
+            rows.append(tap_statistics(sample.last_hidden.unsqueeze(1)))
         return torch.cat(rows)
 
     def _seal_next(self) -> list[SealedShard]:
@@ -179,10 +185,14 @@ class ShardWriter:
         """Make ``filled`` durable. Its ledger line follows that of the shard ``before``, however long that takes."""
         name = self._ledger.shard_name(seq)
         path, temporary = self._folder / name, self._folder / f"{TEMPORARY_PREFIX}{name}"
+        totals = [
+            self._statistics(sample) if known is None else known
+            for sample, known in zip(filled.samples, filled.statistics, strict=True)
+        ]
         stored = self._encode(filled)
         num_tokens = sum(sample.num_tokens for sample in filled.samples)
         trained = [int(np.count_nonzero(sample.loss_mask.numpy())) for sample in filled.samples]
-        statistics = summarize(filled.statistics, self._tap_names(), num_tokens, self._identity.hidden_size)
+        statistics = summarize(totals, self._tap_names(), num_tokens, self._identity.hidden_size)
         specs = _specs(tensor_specs(self._identity, len(filled.samples), num_tokens), stored)
         metadata = shard_metadata(
             self._identity,
@@ -234,13 +244,16 @@ class ShardWriter:
         return shard
 
     def _encode(self, filled: _Filling) -> dict[str, list[npt.NDArray[np.uint8]]]:
-        """The bytes of every tensor, in pieces. The wide ones of codec raw are the samples' own memory."""
+        """The bytes of every tensor, in pieces. The wide ones of codec raw are the samples' own memory, and may have
+        gaps between their rows."""
         samples = [_tensors(sample) for sample in filled.samples]
         lengths = [sample.num_tokens for sample in filled.samples]
         stored = {"offsets": [np.concatenate([[0], np.cumsum(lengths)]).astype("<i8").view(np.uint8)]}
         codec = CODECS[self._identity.codec]
         for name in samples[0]:
             rows = [_bytes(sample[name]) for sample in samples]  # uint8 [T_n, row_bytes] each
+            if self._identity.codec != "raw":
+                rows = [np.ascontiguousarray(row) for row in rows]
             if name in self._identity.wide_tensors:
                 stored |= codec.encode(name, rows, self._codec_pool)
             else:
@@ -256,12 +269,12 @@ class _Filling:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self.statistics: list[Tensor] = []
+        self.statistics: list[Tensor | None] = []
         self.sample_ids: dict[str, None] = {}  # ordered
         self.num_bytes = 0
         self.started_at = 0.0
 
-    def add(self, sample: Sample, statistics: Tensor, num_bytes: int) -> None:
+    def add(self, sample: Sample, statistics: Tensor | None, num_bytes: int) -> None:
         if not self.samples:
             self.started_at = time.time()
         self.samples.append(sample)
@@ -283,10 +296,13 @@ def _tensors(sample: Sample) -> dict[str, Tensor]:
 
 
 def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a CPU tensor [T, ...] as uint8 [T, row_bytes]; copied only where it is not contiguous."""
+    """The memory of a CPU tensor [T] or [T, W] as uint8 [T, row_bytes]; copied only where a row has gaps in it."""
     import torch
 
-    view: npt.NDArray[np.uint8] = tensor.contiguous().view(len(tensor), -1).view(torch.uint8).numpy()
+    rows = tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    view: npt.NDArray[np.uint8] = rows.view(torch.uint8).numpy()
     return view
 
 
@@ -308,8 +324,23 @@ def _specs(
 def _xxh3(pieces: Sequence[npt.NDArray[np.uint8]]) -> str:
     digest = xxhash.xxh3_64()
     for piece in pieces:
-        digest.update(piece)  # type: ignore[arg-type]
+        for block in _blocks(piece):
+            digest.update(block)
     return digest.hexdigest()
+
+
+def _blocks(piece: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
+    """The bytes of ``piece`` in blocks that stay in cache; rows with gaps between them are copied together for it."""
+    if piece.flags.c_contiguous:
+        view = memoryview(piece.reshape(-1))  # type: ignore[arg-type]
+        yield from (view[start : start + _WRITE_BYTES] for start in range(0, len(view), _WRITE_BYTES))
+        return
+    step = max(1, _WRITE_BYTES // piece.shape[1])
+    block = np.empty((step, piece.shape[1]), np.uint8)
+    for start in range(0, len(piece), step):
+        rows = piece[start : start + step]
+        block[: len(rows)] = rows
+        yield memoryview(block[: len(rows)].reshape(-1))  # type: ignore[arg-type]
 
 
 def _write_new(path: Path, pieces: Sequence[npt.NDArray[np.uint8]]) -> str:
@@ -317,13 +348,16 @@ def _write_new(path: Path, pieces: Sequence[npt.NDArray[np.uint8]]) -> str:
     digest = xxhash.xxh3_64()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
+        position = flushed = 0
         for piece in pieces:
-            view = memoryview(piece.reshape(-1))  # type: ignore[arg-type]
-            for start in range(0, len(view), _WRITE_BYTES):
-                block = view[start : start + _WRITE_BYTES]
+            for block in _blocks(piece):
                 digest.update(block)
                 while block:
-                    block = block[os.write(fd, block) :]
+                    written = os.write(fd, block)
+                    position, block = position + written, block[written:]
+                if position - flushed >= _WRITEBACK_BYTES:
+                    start_writeback(fd, flushed, position - flushed)
+                    flushed = position
         os.fsync(fd)
     except BaseException:
         os.unlink(path)

@@ -6,8 +6,9 @@ What is done is a set of sample ids, as everywhere: after any kill the same call
 exactly once. The foreign folder may grow, or lose what was taken in already, between runs: dataset.json counts what
 was ever found.
 
-Threads read, cast and gather statistics; one writer takes their samples in turn. Memory: a sample for each thread, the
-shard that fills and the one that is being sealed.
+Threads read; one writer takes their samples in turn, and two threads of its own seal shards. Where files are mapped, a
+sample's states are read when its shard is sealed, and go from one file to the other through a buffer that stays in
+cache. Memory: a sample for each thread, the shard that fills and the two that are being sealed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,6 @@ from eyas.shards.identity import (
 from eyas.shards.ledger import LedgerState, SealedShard, lock_dataset, read_ledgers, recover
 from eyas.shards.rejects import write_item_rejects
 from eyas.shards.sample import Sample, parse_sample_ids, sample_id
-from eyas.shards.statistics import tap_statistics
 from eyas.shards.writer import ShardWriter
 from eyas.standardize.count import count_tokens
 from eyas.standardize.events import Advanced, Event, Importing, Noticed, Rejected, Sealed, Summary, Surveyed, Surveying
@@ -49,11 +49,9 @@ from eyas.standardize.formats.base import ForeignFileError, ForeignSample, Forma
 from eyas.taps.errors import EyasError
 from eyas.taps.notation import FINAL, Tap, after, format_taps
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _POLL_SECONDS = 0.2
 _SURVEYED_AT_ONCE = 64  # items that a thread of the first pass takes
+_MAPPED_BYTES = 1 << 20  # a sample of less is copied
 
 # input_ids int32 [T] -> the loss mask uint8 [T] that belongs to them. Raises EyasError where there is none.
 MaskOf = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.uint8]]
@@ -379,7 +377,7 @@ class _Work:
             shard_bytes=self._shard_bytes,
             metadata=metadata,
             verify=True,
-            seals_at_once=1,
+            lazy=True,
         )
         with ExitStack() as stack:
             stack.enter_context(writer)
@@ -409,13 +407,13 @@ class _Work:
                 if n is None:
                     break
                 try:
-                    sample, statistics = self._read(n)
+                    sample = self._read(n)
                 except ForeignFileError as error:
                     self._survey.rejects[self._items[n]] = error.what
                     self._events.put(Rejected(item=self._items[n], reason=error.what))
                 else:
                     with self._writing:
-                        self._sealed(writer.add(sample, statistics))
+                        self._sealed(writer.add(sample))
                 self._events.put(Advanced(num_tokens=int(self._survey.lengths[n])))
         except BaseException:
             self._stop.set()
@@ -427,8 +425,8 @@ class _Work:
         for entry in entries:
             self._events.put(Sealed(shard=entry, how="written"))
 
-    def _read(self, n: int) -> tuple[Sample, Tensor]:
-        """One sample in memory of its own, with its statistics. Raises ForeignFileError."""
+    def _read(self, n: int) -> Sample:
+        """One sample, as it is mapped where it is large. Raises ForeignFileError."""
         import torch
 
         request = self._request
@@ -437,32 +435,21 @@ class _Work:
         name = sample_id(tokens, mask)
         if parse_sample_ids([name])[0] != self._survey.ids[n]:
             raise ForeignFileError(foreign.where, "changed while it was being imported: run it again")
-        A, T, H = len(request.identity.taps), len(tokens), request.identity.hidden_size
-        features = _copied(foreign.features[:, :A])  # [T, A, H]
+        A = len(request.identity.taps)
+        features = foreign.features[:, :A].flatten(1)  # [T, A*H], no copy where the slots of a row stand together
         last_hidden = None
         if request.identity.last_hidden is not None:
-            last = foreign.features[:, -1] if request.slot_last_hidden else foreign.last_hidden
-            assert last is not None  # _tokens
-            last_hidden = _copied(last)  # [T, H]
-        statistics = [tap_statistics(features)]
-        if last_hidden is not None:
-            statistics.append(tap_statistics(last_hidden.view(T, 1, H)))
-        sample = Sample(
+            last_hidden = foreign.features[:, -1] if request.slot_last_hidden else foreign.last_hidden  # [T, H]
+            assert last_hidden is not None  # _tokens
+        if features.nbytes < _MAPPED_BYTES:  # the kernel allows a process some ten thousand mappings
+            features = features.clone()
+            last_hidden = None if last_hidden is None else last_hidden.clone()
+        return Sample(
             sample_id=name,
             input_ids=torch.from_numpy(tokens),
             loss_mask=torch.from_numpy(mask.copy()),
-            features=features.view(T, A * H),
+            features=features,
             last_hidden=last_hidden,
             target_top1=None,
             target_lse=None,
         )
-        return sample, torch.cat(statistics)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """In memory of its own: what is mapped from a foreign file may change under us."""
-    import torch
-
-    # NumPy asks the kernel for huge pages, which are there four times as fast as small ones.
-    memory = torch.from_numpy(np.empty(tensor.numel() * tensor.itemsize, np.uint8)).view(tensor.dtype)
-    return memory.view(tensor.shape).copy_(tensor)

@@ -43,6 +43,12 @@ def open_reader(folder: Path, layout: Layout) -> Reader:
     return reader
 
 
+def describe(folder: Path) -> str:
+    """A description (TOML) of a dump, as far as its files show it. Raises FormatError."""
+    text: str = _module("dump", "describe").describe(folder)
+    return text
+
+
 def create_writer(
     name: str,
     *,

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from eyas.shards.atomic import fsync_folder, publish
+from eyas.shards.atomic import fsync_folder, publish, start_writeback
 from eyas.shards.dataset import Dataset
 from eyas.shards.errors import HeldError
 from eyas.shards.identity import content_hash
@@ -473,6 +473,7 @@ class _Export:
         except OSError as error:
             raise _failed(batch.paths[-1], error) from error
         self._done[batch.rows] = True
+        self._dataset.give_back()
 
 
 def _failed(path: str, error: OSError) -> ExportFailed:
@@ -490,5 +491,6 @@ def _write_file(path: str, pieces: Sequence[bytes | memoryview]) -> None:
             view = memoryview(piece)
             while view:
                 view = view[os.write(fd, view) :]
+        start_writeback(fd, 0, 0)  # all of it
     finally:
         os.close(fd)

@@ -13,7 +13,9 @@ final norm itself, so a dataset that keeps ``final`` cannot be given to it.
 
 from __future__ import annotations
 
-import shutil
+import hashlib
+import json
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from eyas.shards.atomic import TEMPORARY_PREFIX, publish
 from eyas.shards.dataset import Dataset
 from eyas.shards.identity import DatasetIdentity
 from eyas.shards.sample import Sample
@@ -34,6 +37,8 @@ from eyas.taps.notation import after
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_ROWS_A_BATCH = 1000  # of Arrow, as `datasets` has it
 
 
 class Writer:
@@ -85,27 +90,42 @@ class Writer:
 
 
 def _write_tokens(dataset: Dataset, out: Path, sample_ids: Sequence[str]) -> None:
-    """With torch as its format, which their reader counts on."""
-    import datasets
-    from datasets.arrow_writer import ArrowWriter
+    """As Dataset.save_to_disk of `datasets` writes it, with torch as its format, which their reader counts on."""
+    import pyarrow as pa
+    from datasets import DatasetInfo, Features
 
-    vector = datasets.Sequence(datasets.Value("int64"))
-    columns = datasets.Features({"input_ids": vector, "loss_mask": vector, "seq_len": datasets.Value("int64")})
-    temporary = out / ".tmp-tokens"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    with ArrowWriter(path=str(temporary / "rows.arrow"), features=columns) as writer:
-        for sample_id in sample_ids:
-            sample = dataset.sample(sample_id)
-            ids, mask = sample.input_ids.numpy(), sample.loss_mask.numpy()
-            writer.write({"input_ids": ids, "loss_mask": mask, "seq_len": sample.num_tokens})
-        writer.finalize()
-    rows = datasets.Dataset.from_file(str(temporary / "rows.arrow")).with_format("torch")
-    shown = datasets.utils.logging.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    rows.save_to_disk(str(temporary / "saved"))
-    if shown:
-        datasets.enable_progress_bars()
-    for path in (temporary / "saved").iterdir():
-        path.replace(out / path.name)
-    shutil.rmtree(temporary)
+    vector = pa.list_(pa.int64())
+    schema = pa.schema({"input_ids": vector, "loss_mask": vector, "seq_len": pa.int64()})
+    name = "data-00000-of-00001.arrow"
+    temporary = out / f"{TEMPORARY_PREFIX}{name}"
+    with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+        for start in range(0, len(sample_ids), _ROWS_A_BATCH):
+            samples = [dataset.sample(sample_id) for sample_id in sample_ids[start : start + _ROWS_A_BATCH]]
+            lengths = np.array([sample.num_tokens for sample in samples], dtype=np.int64)
+            offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+            columns = [
+                pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values), pa.int64()))
+                for values in (
+                    [sample.input_ids.numpy().astype(np.int64) for sample in samples],
+                    [sample.loss_mask.numpy().astype(np.int64) for sample in samples],
+                )
+            ]
+            stream.write_batch(pa.record_batch([*columns, pa.array(lengths)], schema=schema))
+    _fsync(temporary)
+    temporary.replace(out / name)
+    DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(out))
+    state = {
+        "_data_files": [{"filename": name}],
+        "_fingerprint": hashlib.blake2b("".join(sample_ids).encode(), digest_size=8).hexdigest(),
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": "torch",
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    publish(out / "state.json", json.dumps(state, indent=2).encode())
+
+
+def _fsync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
