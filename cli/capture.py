@@ -30,7 +30,7 @@ FIRST_SAMPLES = 8  # sealed and replayed, with --draft, before the rest is captu
 
 
 @click.command(name="capture", short_help="Run the target over prepared samples and store its hidden states.")
-@click.argument("prepared", type=click.Path(path_type=Path))
+@click.argument("prepared", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--target", required=True, help="The model that is captured: a folder or a name on the hub.")
 @click.option("--revision", help="The target's revision on the hub.")

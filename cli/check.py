@@ -12,7 +12,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command(name="check", short_help="Check that what was captured is what an engine feeds the draft.")
-@click.argument("dataset", required=False, type=click.Path(path_type=Path))
+@click.argument("dataset", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--draft", type=_FOLDER, help="The draft's folder: config.json, and its weights if it has any.")
 @click.option("--engine", help="What will serve: sglang, vllm, trtllm or transformers, with @VERSION behind it.")
 @click.option(

@@ -1,4 +1,4 @@
-"""`eyas inspect`: what a dataset holds, and whether it is still what was written."""
+"""`eyas inspect`: what a folder holds, and whether it is still what was written."""
 
 from __future__ import annotations
 
@@ -13,21 +13,30 @@ import click
 
 from eyas.cli.parameters import format_bytes
 from eyas.cli.progress import Progress
+from eyas.shards.identity import IDENTITY_FILE
 from eyas.shards.ledger import LedgerState, Problem, read_ledgers
 from eyas.shards.report import DatasetReport, dataset_report
-from eyas.taps.errors import EyasError
+from eyas.standardize.formats.base import FormatError
+from eyas.standardize.formats.registry import READABLE
+from eyas.taps.errors import EyasError, UsageError
 from eyas.taps.notation import format_taps
 
 if TYPE_CHECKING:
     from eyas.shards.identity import DatasetIdentity
+    from eyas.standardize.foreign_report import ForeignReport
 
 _SHOWN = 20  # problems and reasons in the text; --json has all
 
 
-@click.command(name="inspect", short_help="Show what a dataset holds; --verify reads every byte again.")
-@click.argument("dataset", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.command(name="inspect", short_help="Show what a folder holds; --verify reads every byte again.")
+@click.argument("dataset", metavar="FOLDER", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--sample", metavar="ID|first", help="Show one sample decoded, its trained tokens marked.")
-@click.option("--target", help="The folder or hub name whose tokenizer decodes --sample; default: the dataset's.")
+@click.option(
+    "--target",
+    help="The folder or hub name whose tokenizer decodes --sample; default: the dataset's. Of another system's folder: "
+    "the model whose layers its numbers are.",
+)
+@click.option("--from", "from_format", type=click.Choice(READABLE), help="The format, if FOLDER looks like several.")
 @click.option("--trust-remote-code", is_flag=True, help="Run tokenizer code that comes with the target.")
 @click.option("--verify", is_flag=True, help="Read every byte again and compare checksums, shapes, taps and ids.")
 @click.option("--workers", type=click.IntRange(1), default=4, help="Threads of --verify.")
@@ -35,19 +44,24 @@ _SHOWN = 20  # problems and reasons in the text; --json has all
               help="Draw norm distributions per tap, and sample lengths.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(dataset: Path, **options: Any) -> None:
-    """Show what DATASET holds: its identity, counts, bytes, and each tap's norms and ranges, from the ledgers alone.
+    """Show what FOLDER holds. Of a dataset: its identity, counts, bytes, and each tap's norms and ranges, from the
+    ledgers alone. Of another system's hidden states: which format and version, counts, lengths, shapes, dtype, which
+    taps they may be, and what is wrong, from samples spread evenly (--verify: all). A prepared folder is described too.
 
-    Exits 1 where --verify finds a file that is not what was written, and names every one. A prepared folder is
-    described too.
+    Exits 1 where --verify finds a file that is not what was written or cannot be used, and names every one.
 
     \b
     eyas inspect standard
     eyas inspect standard --verify
     eyas inspect standard --sample first --target ./target
+    eyas inspect their-data --target ./llama
     """
     as_json: bool = options["as_json"]
     if (dataset / "prepared.json").exists():
         _inspect_prepared(dataset, as_json)
+        return
+    if not (dataset / IDENTITY_FILE).exists():
+        _inspect_foreign(dataset, options)
         return
     state = read_ledgers(dataset)
     report = dataset_report(dataset, state)
@@ -89,6 +103,66 @@ def _verify(dataset: Path, state: LedgerState, workers: int) -> list[Problem]:
     # What the ledgers alone show fails a verification too, but for what is a running capture's or harms no reader.
     harmless = ("leftover temporary", "duplicate sample", "set aside")
     return [problem for problem in state.problems if problem.kind not in harmless] + bad
+
+
+def _inspect_foreign(folder: Path, options: dict[str, Any]) -> None:
+    from eyas.cli.foreign import facts_of, guessed_taps, target_identity
+    from eyas.standardize.foreign_report import LOOKED_AT, report_foreign
+    from eyas.standardize.formats.registry import detect, open_reader
+
+    for option in ("sample", "plot"):
+        if options[option] is not None:
+            raise UsageError(f"--{option}: {folder} is no eyas dataset")
+    try:
+        layout = detect(folder, options["from_format"])
+    except FormatError as error:
+        raise FormatError(f"{folder}: no {IDENTITY_FILE} there, so this is no eyas dataset; and {error}") from error
+    facts = None
+    if options["target"] is not None:
+        facts = facts_of(target_identity(options["target"], trust_remote_code=options["trust_remote_code"])[1])
+    reader, everything = open_reader(folder, layout), options["verify"]
+    total = len(reader.items()) if everything else min(LOOKED_AT, len(reader.items()))
+    with Progress("inspect", total, "samples") as progress:
+        report = report_foreign(
+            reader, everything=everything, workers=options["workers"], on_item=lambda: progress.update(1)
+        )
+    taps = guessed_taps(layout, facts)
+    if options["as_json"]:
+        click.echo(json.dumps({"folder": str(folder), **asdict(report), "taps": taps}))
+    else:
+        _print_foreign(folder, report, taps)
+    if report.bad and everything:
+        names = ", ".join(list(report.bad)[:_SHOWN])
+        raise click.ClickException(f"{folder}: {len(report.bad):,} of {report.num_items:,} samples are bad: {names}")
+
+
+def _print_foreign(folder: Path, report: ForeignReport, taps: list[str]) -> None:
+    layout = report.layout
+    beside = f", and a {layout.last_hidden} last hidden state" if layout.last_hidden else ""
+    click.echo(f"{folder}: {layout.format} {layout.version}")
+    click.echo(f"states    {layout.num_taps} slots of {layout.hidden_size or 'unknown'}{beside}, {layout.dtype}")
+    for line in taps:
+        click.echo(f"taps      {line}")
+    click.echo(f"samples   {report.num_items:,} in {layout.num_files:,} files, {report.num_read:,} of them read")
+    if report.num_read:
+        trained = (
+            "no loss mask"
+            if report.num_trained_tokens is None
+            else f"{100 * report.num_trained_tokens / report.num_tokens:.1f} % of them trained"
+        )
+        click.echo(
+            f"tokens    {report.num_tokens / report.num_read:,.0f} a sample ({report.shortest:,} to "
+            f"{report.longest:,}), {trained}, ids up to {report.highest_id:,}"
+        )
+        for slot in report.slots:
+            click.echo(f"{slot['name']:<12} mean norm {slot['mean_norm']:.5g}, max abs {slot['max_abs']:.5g}, "
+                       f"{slot['nonfinite']:,} NaN/Inf")  # fmt: skip
+    for problem in layout.problems:
+        click.echo(f"problem   {problem}")
+    for item, what in list(report.bad.items())[:_SHOWN]:
+        click.echo(f"bad       {item}: {what}")
+    if len(report.bad) > _SHOWN:
+        click.echo(f"bad       and {len(report.bad) - _SHOWN:,} more (--json lists all)")
 
 
 def _inspect_prepared(folder: Path, as_json: bool) -> None:

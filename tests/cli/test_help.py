@@ -27,8 +27,9 @@ OPTIONS = {
         --revision --serving-engine --shard-size --taps --target --target-statistics --tp --trust-remote-code
         --worker""",
     "status": "--json",
-    "standardize": """--codec --convention --dry-run --dtype --from-config --json --last-hidden --layers --shard-size
-        --taps --workers""",
+    "standardize": """--codec --convention --describe --draft-vocab-size --dry-run --dtype --format --from
+        --from-config --json --last-hidden --layers --max-disk --max-rejects --prepared --shard-size --taps --target
+        --trust-remote-code --workers""",
     "check": "--draft --engine --engine-live --identify --json --replay --strict --target --trust-remote-code",
     "train": """--accumulate --batch-tokens --clip --compile --device --dp --draft-hidden-size --draft-layers
         --draft-vocab-size --dry-run --dtype --epochs --fc-norm --init-from --json --keep --learning-rate --loss
@@ -40,7 +41,7 @@ OPTIONS = {
         --max-new-tokens --max-prompts --plot --seed --steps --target --temperature --trust-remote-code --validation
         --verify-ms""",
     "export": "--draft-vocab-size --dtype --engine --json --source-engine --target",
-    "inspect": "--json --plot --sample --target --trust-remote-code --verify --workers",
+    "inspect": "--from --json --plot --sample --target --trust-remote-code --verify --workers",
 }
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "vllm", "sglang")
