@@ -115,7 +115,10 @@ DAMAGES: dict[str, tuple[Callable[[Path, str], object], str]] = {
     "shorter mask": (_with(lambda t, name: t.update(loss_mask=torch.ones(T - 1))), f"for {T} input_ids"),
     "weights in the mask": (_with(lambda t, name: t["loss_mask"].add_(1)), "other values than 0 and 1"),
     "other width": (_with(lambda t, name: t.update({states_key(name): torch.ones(T, H + 1).bfloat16()})), "expected"),
-    "other dtype": (_with(lambda t, name: t.update({states_key(name): t[states_key(name)].float()})), "float32 .*; exp"),
+    "other dtype": (
+        _with(lambda t, name: t.update({states_key(name): t[states_key(name)].float()})),
+        "float32 .*; exp",
+    ),
 }
 
 

@@ -33,9 +33,8 @@ def exchanged(draw: st.DrawFn, name: str) -> tuple[DatasetIdentity, list[Sample]
     )
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     samples = {}
-    for length, trained in draw(st.lists(st.tuples(LENGTHS, st.sampled_from("none some all".split())), max_size=4)) or [
-        (1, "none")
-    ]:
+    masks = st.sampled_from(["none", "some", "all"])
+    for length, trained in draw(st.lists(st.tuples(LENGTHS, masks), min_size=1, max_size=4)):
         ids = torch.randint(0, VOCAB_SIZE, (length,), generator=random, dtype=torch.int32)
         ids[length // 2 :] *= draw(st.integers(0, 1))  # ends as padding does, or not
         mask = torch.randint(0, 2, (length,), generator=random, dtype=torch.uint8)

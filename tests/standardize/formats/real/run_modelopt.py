@@ -1,7 +1,7 @@
 """ModelOpt's own code on a CPU: its script makes files, its dataset and collator load some.
 
-    PYTHONPATH=MODELOPT python run_modelopt.py make TARGET CONVERSATIONS.jsonl TEMPLATE.jinja OUT
-    PYTHONPATH=MODELOPT python run_modelopt.py load FOLDER OUT.pt
+PYTHONPATH=MODELOPT python run_modelopt.py make TARGET CONVERSATIONS.jsonl TEMPLATE.jinja OUT
+PYTHONPATH=MODELOPT python run_modelopt.py load FOLDER OUT.pt
 """
 
 from __future__ import annotations

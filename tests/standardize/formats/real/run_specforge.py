@@ -33,10 +33,6 @@ def make(target: str, conversations: str, out: str) -> None:
     sys.path.insert(0, str(Path(sys.modules["specforge"].__file__).parent.parent / "scripts"))
     import prepare_hidden_states as tool
 
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    make_tensor = torch.tensor
-    torch.tensor = lambda *args, device=None, **kwargs: make_tensor(*args, **kwargs)
-    torch.set_grad_enabled(False)
     template = ChatTemplate(
         assistant_header="<|im_start|> assistant ",
         user_header="<|im_start|> user ",
@@ -49,6 +45,10 @@ def make(target: str, conversations: str, out: str) -> None:
     rows = Dataset.from_list([{"id": str(n), "conversations": line["messages"]} for n, line in enumerate(lines)])
     built = build_eagle3_dataset(dataset=rows, tokenizer=tokenizer, chat_template="tiny", max_length=64, num_proc=1)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    make_tensor = torch.tensor
+    torch.tensor = lambda *args, device=None, **kwargs: make_tensor(*args, **kwargs)
+    torch.set_grad_enabled(False)
     for name, compress in (("plain", False), ("packed", True)):
         loader = prepare_dp_dataloaders(built, 2, num_workers=0, process_group=dist.group.WORLD)
         with tool.HiddenStatesGenerator(Capture(model), num_io_threads=1, compress=compress) as generator:

@@ -1,6 +1,6 @@
 """TorchSpec's own offline dataset.
 
-    PYTHONPATH=TORCHSPEC python run_torchspec.py load FOLDER OUT.pt
+PYTHONPATH=TORCHSPEC python run_torchspec.py load FOLDER OUT.pt
 """
 
 from __future__ import annotations
