@@ -16,8 +16,8 @@ import torch
 
 from eyas.shards.identity import DatasetIdentity
 from eyas.shards.sample import Sample, sample_id
-from eyas.standardize.formats.base import ForeignSample
-from eyas.taps.notation import FINAL, parse_taps
+from eyas.standardize.formats.base import ForeignSample, FormatError
+from eyas.taps.notation import FINAL, Tap, parse_tap, parse_taps
 
 from ...captured import captured_identity, make_samples
 from .exchange import bits, detect, export, open_reader, read_all, run_peer, writer_of
@@ -67,18 +67,29 @@ def test_modelopt_says_what_it_does_not_know() -> None:
     assert any("does not say whether hidden_states is pre-norm" in problem for problem in layout.problems)
 
 
-def _dataset(taps: str = "after:1,after:3,after:5") -> tuple[DatasetIdentity, list[Sample]]:
-    identity = captured_identity(num_samples=3, taps=taps, stage="standard", last_hidden=FINAL, target_statistics=False)
+def _dataset(*, last_hidden: Tap = FINAL, dtype: str = "bfloat16") -> tuple[DatasetIdentity, list[Sample]]:
+    """Three samples; the first, by hand, ends as padding does."""
+    identity = captured_identity(
+        num_samples=3,
+        taps="after:1,after:3,after:5",
+        stage="standard",
+        last_hidden=last_hidden,
+        dtype=dtype,
+        target_statistics=False,
+    )
     samples = make_samples(identity, 3)
     ids = torch.tensor([11, 12, 13, 14, 15, 16, 17, 0], dtype=torch.int32)
     mask = torch.tensor([0, 0, 1, 1, 1, 0, 0, 0], dtype=torch.uint8)
-    plain = {"input_ids": ids, "loss_mask": mask, "sample_id": sample_id(ids.numpy(), mask.numpy())}
-    first = replace(samples[0], **plain, features=torch.randn(8, 3 * 16).bfloat16(), last_hidden=_rows(8))
+    states = torch.randn(8, 4 * 16).to(getattr(torch, dtype))
+    first = replace(
+        samples[0],
+        sample_id=sample_id(ids.numpy(), mask.numpy()),
+        input_ids=ids,
+        loss_mask=mask,
+        features=states[:, :48],
+        last_hidden=states[:, 48:],
+    )
     return identity, [first, *samples[1:]]
-
-
-def _rows(num_rows: int) -> torch.Tensor:
-    return torch.randn(num_rows, 16).bfloat16()
 
 
 def test_specforge_loads_ours(tmp_path: Path) -> None:
@@ -113,6 +124,26 @@ def test_modelopt_loads_ours(tmp_path: Path) -> None:
         assert sample.last_hidden is not None
         assert torch.equal(bits(states["base_model_hidden_states"][0]), bits(sample.last_hidden))
         assert states["base_hidden_prenorm"] is False
+
+
+@pytest.mark.parametrize("kept", ["final", "after:7"])
+def test_modelopt_trains_on_ours(kept: str, tmp_path: Path) -> None:
+    """Position t learns the teacher's row t+1, with the mask's weight of t+1; pre-norm states get the norm there."""
+    from transformers import AutoModelForCausalLM
+
+    from .real.make_golden import prepare
+
+    target = prepare(tmp_path)
+    identity, samples = _dataset(last_hidden=parse_tap(kept), dtype="float32")
+    export(writer_of("modelopt"), identity, samples, tmp_path / "ours")
+    run_peer("modelopt", "train", target, tmp_path / "ours", tmp_path / "given.pt")
+    given = torch.load(tmp_path / "given.pt", weights_only=True)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    for sample in samples:
+        teacher, mask = given[sample.sample_id]
+        assert mask.tolist() == sample.loss_mask[1:].tolist()
+        final = sample.last_hidden if kept == "final" else model.model.norm(sample.last_hidden)
+        torch.testing.assert_close(teacher, model.lm_head(final[1:]).softmax(-1).detach(), rtol=1e-3, atol=1e-5)
 
 
 def test_eagle_loads_ours(tmp_path: Path) -> None:
@@ -207,8 +238,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
 def test_what_a_trainer_would_misread_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
-    from eyas.standardize.formats.base import FormatError
-
     taps = changes.pop("taps", "after:1,after:3,after:5")
     identity = replace(captured_identity(num_samples=1, taps=taps), **changes)
     assert identity.taps == parse_taps(taps)
