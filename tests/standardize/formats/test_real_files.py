@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -222,6 +223,18 @@ def test_what_the_norm_makes_of_pre_norm_is_what_is_written(name: str, tmp_path:
 
 def _twice(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.float() * 2  # as a norm in float32 gives it back
+
+
+def test_vocabularies_are_where_each_trainer_takes_them(tmp_path: Path) -> None:
+    identity, samples = _dataset()
+    maps = {"d2t": np.array([0, 3, 5]), "t2d": np.arange(64) % 5 == 0}
+    modelopt = writer_of("modelopt", **maps)
+    modelopt.finish(export(modelopt, identity, samples, tmp_path), None, [])
+    offsets = torch.load(tmp_path / "draft_vocab_cache.bin", weights_only=True)
+    assert (offsets.dtype, offsets.tolist()) == (torch.int64, [0, 3, 5])
+    assert len(list(tmp_path.rglob("*.pt"))) == len(samples)  # all of them are samples to its trainer
+    with pytest.raises(FormatError, match="leave --draft-vocab-size out"):
+        writer_of("eagle", **maps).check(identity)
 
 
 REFUSED = [
