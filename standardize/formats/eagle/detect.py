@@ -21,15 +21,15 @@ def detect(folder: Path) -> Layout | None:
     if not all(is_plain(contents.get(key)) for key in KEYS) or any(key in contents for key in _ANOTHER_LAYOUT):
         return None
     states = contents["hidden_state"]
-    hidden_size, dtype = states.shape[-1] if states.ndim else 0, dtype_name(states)
-    if not hidden_size or dtype is None:
+    dtype = dtype_name(states)
+    if states.ndim != 2 or not states.shape[1] or dtype is None:  # [1, N, H] is SpecForge's without its other states
         return None
     layout = Layout(
         format="eagle",
         version="EAGLE-1 and EAGLE-2: the last hidden state alone, which says nothing of an EAGLE-3 draft's taps",
         num_files=0,
         num_taps=1,
-        hidden_size=hidden_size,
+        hidden_size=states.shape[1],
         dtype=dtype,
         last_hidden=None,
         has_loss_mask=True,
