@@ -47,7 +47,8 @@ def read_tensor_file(file: Path) -> Any:
         if suffix == ".safetensors":
             return load_file(file) if content is None else load(content.getvalue())
         if suffix in (".npy", ".npz"):
-            loaded = np.load(content or file, allow_pickle=False, mmap_mode="r" if content is None else None)
+            # "c": mapped without a way back to the file, and torch takes the array without a warning, as writable.
+            loaded = np.load(content or file, allow_pickle=False, mmap_mode="c" if content is None else None)
             return loaded if suffix == ".npy" else dict(loaded)
         # Files of torch before 1.6 are no zip archives and cannot be mapped.
         mapped = True if content is None and zipfile.is_zipfile(file) else None
