@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,8 @@ class Span(NamedTuple):
 class Index:
     """The files of a dump by sample, or by step where the files of a step hold several samples."""
 
-    def __init__(self, folder: Path, description: Description) -> None:
+    def __init__(self, folder: Path, description: Description, paths: Iterable[str] | None = None) -> None:
+        """``paths``: the files below the folder, where they are known already."""
         self.folder, self.description = folder, description
         tables = (description.states, description.last_hidden, description.input_ids, description.loss_mask)
         self._patterns = list(dict.fromkeys(table.pattern for table in tables if table))
@@ -53,10 +54,11 @@ class Index:
         self.step_tokens: dict[int, int] = {}  # of steps with a packing file
         self.broken: dict[int, str] = {}  # steps whose packing file cannot be used -> why
         self.num_state_files = 0
-        self.num_links = 0  # symbolic links, which are not followed
+        links: list[str] = []
         self._packing_files: dict[int, str] = {}
-        for path in self._walk():
+        for path in walk(folder, links) if paths is None else paths:
             self._add(path)
+        self.num_links = len(links)
         if description.packing is not None:
             for step in sorted(self._packing_files):
                 self._unpack(description.packing, step)
@@ -101,20 +103,6 @@ class Index:
         ]
         order = {**self._layers, "": -1}
         return sorted(found, key=lambda part: (part.step or 0, order[part.layer], part.rank or 0, part.path))
-
-    def _walk(self) -> Iterator[str]:
-        """Paths of files below the folder. Symbolic links are not followed: they may lead out of it."""
-        folders = [""]
-        while folders:
-            below = folders.pop()
-            with os.scandir(self.folder / below) as entries:
-                for entry in entries:
-                    if entry.is_symlink():
-                        self.num_links += 1
-                    elif entry.is_dir(follow_symlinks=False):
-                        folders.append(f"{below}{entry.name}/")
-                    elif entry.is_file(follow_symlinks=False):
-                        yield below + entry.name
 
     def _add(self, path: str) -> None:
         packing = self.description.packing
@@ -179,6 +167,21 @@ class Index:
         for name, start, stop in zip(names, starts, starts[1:], strict=False):
             if stop > start:
                 self._spans.setdefault(name, []).append(Span(step, start, stop))
+
+
+def walk(folder: Path, links: list[str]) -> Iterator[str]:
+    """Paths of files below the folder. Symbolic links, which may lead out of it, go into ``links`` and no further."""
+    folders = [""]
+    while folders:
+        below = folders.pop()
+        with os.scandir(folder / below) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    links.append(below + entry.name)
+                elif entry.is_dir(follow_symlinks=False):
+                    folders.append(f"{below}{entry.name}/")
+                elif entry.is_file(follow_symlinks=False):
+                    yield below + entry.name
 
 
 def _written(value: int, digits: int) -> str:
