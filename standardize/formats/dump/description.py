@@ -25,6 +25,7 @@ else:
 DESCRIPTION_FILE = "eyas-dump.toml"
 VERSION = 1
 FILL_IN = "?"  # what --describe leaves for the user to state
+UNKNOWN = "unknown"  # a convention: the taps are given, or found, elsewhere
 
 Placement = Literal["replicated", "token-sharded", "hidden-sharded", "partial-sums"]
 Shape = Literal["T,H", "T,A,H", "A,T,H", "T,A*H"]
@@ -82,8 +83,8 @@ class Description:
     tp: int
     first_step: int | None  # None: steps are the engine's own numbers, which may have gaps
     layers: tuple[int | str, ...]  # what {layer} says, in ascending depth
-    convention: str | None  # whose numbers they are ...
-    taps: tuple[Tap, ...] | None  # ... or which taps, outright
+    convention: str | None  # whose numbers they are, ...
+    taps: tuple[Tap, ...] | None  # ... or which taps, outright; both None where nobody knows
     states: States
     last_hidden: States | None
     norm: Literal["pre-norm", "post-norm"] | None  # of last_hidden
@@ -233,8 +234,8 @@ def _layers(table: _Table) -> tuple[tuple[int | str, ...], str | None, tuple[Tap
     if table.has("taps") == table.has("convention"):
         raise table.error(
             "convention",
-            'or taps: exactly one of them must say what the numbers mean (convention = "vllm@0.32", or '
-            'taps = ["after:1", "after:15", "after:28"])',
+            'or taps: exactly one of them must say what the numbers mean (convention = "vllm@0.32" or '
+            f'"{UNKNOWN}", or taps = ["after:1", "after:15", "after:28"])',
         )
     convention, taps = None, None
     if table.has("taps"):
@@ -248,6 +249,9 @@ def _layers(table: _Table) -> tuple[tuple[int | str, ...], str | None, tuple[Tap
             raise table.error("taps", f"is {names!r}: {error}") from error
     else:
         convention = table.take("convention", str)
+        if convention == UNKNOWN:
+            table.finish()
+            return tuple(ids), None, None
         if any(type(name) is not int for name in ids):
             raise table.error("ids", f"is {ids!r}: what is no number is in no convention, so give taps instead")
         try:

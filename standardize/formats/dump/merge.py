@@ -114,7 +114,9 @@ def merged_rows(parts: Sequence[Tensor], states: States, hidden_size: int, num_t
             total = num_tokens
     if num_tokens is not None and total != num_tokens:
         hint = ", or is it padded" if sharded == "token-sharded" and total > num_tokens else ""
-        hint = " (did the engine take the others from its prefix cache?)" if total < num_tokens else hint
+        hint = (
+            " (is a step missing, or did the engine take rows from its prefix cache?)" if total < num_tokens else hint
+        )
         raise MergeError(f"{total} rows for {num_tokens} token ids{hint}")
     return total
 

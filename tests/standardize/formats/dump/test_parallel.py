@@ -23,12 +23,16 @@ from tests.tiny import make_target, tokenized_rows
 ROOT = Path(__file__).resolve().parents[4]
 STATES = {
     "replicated": 'files = "rank{rank}/layer_{layer}/req-{sample}_step{step}.pt"',
-    "token-sharded": 'files = "{sample}/layer_{layer}.tp{rank}.chunk{step}.safetensors"\nkey = "hidden_states"\npadded = true',
+    "token-sharded": (
+        'files = "{sample}/layer_{layer}.tp{rank}.chunk{step}.safetensors"\nkey = "hidden_states"\npadded = true'
+    ),
     "hidden-sharded": 'files = "layer_{layer}/{sample}-step{step}-rank{rank}.npy"',
     "partial-sums": 'files = "rank_{rank}/{sample}.layer_{layer}.step{step}.pt"\nkey = "hidden_states"',
 }
 IDS = {
-    "replicated": 'files = "ids/req-{sample}_step{step}.pt"\n[loss_mask]\nfiles = "loss_mask/req-{sample}_step{step}.pt"',
+    "replicated": (
+        'files = "ids/req-{sample}_step{step}.pt"\n[loss_mask]\nfiles = "loss_mask/req-{sample}_step{step}.pt"'
+    ),
     "token-sharded": 'files = "{sample}/tokens.chunk{step}.safetensors"\nkey = "ids"',
     "hidden-sharded": 'files = "input_ids/{sample}.npy"',
     "partial-sums": 'files = "rank_{rank}/{sample}.layer_{layer}.step{step}.pt"\nkey = "token_ids"',
