@@ -5,6 +5,7 @@ What a layer's number means is in no file: that is always left to state.
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import re
@@ -28,9 +29,9 @@ from eyas.standardize.formats.dump.description import (
     States,
     Tokens,
 )
-from eyas.standardize.formats.dump.index import Index, walk
+from eyas.standardize.formats.dump.index import Index
 from eyas.standardize.formats.dump.merge import MergeError, as_states, as_tensor, take_key
-from eyas.standardize.formats.dump.names import NUMBERS, ROLES, Group, group_paths
+from eyas.standardize.formats.dump.names import ROLES, Group, find_number, group_paths, suffix
 from eyas.standardize.formats.dump.pattern import Pattern, PatternError, parse_pattern
 from eyas.standardize.formats.dump.placement import Observed, Placed, judge
 
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # So many are looked at.
-_MAX_PATHS, _MAX_FILES, _MAX_SAMPLES = 500_000, 4, 8
+_MAX_PATHS, _MAX_FOLDERS, _MAX_FILES, _MAX_SAMPLES = 200_000, 20_000, 4, 8
+_SUFFIXES = {f"{name}{packed}" for name in SUFFIXES for packed in ("", ".gz")}
 # What layer numbers are, wherever they were found.
 _CONVENTION = (
     "What these numbers mean is in no file. Patches count from where they stand in the engine's code: one of vLLM's "
@@ -54,12 +56,32 @@ def describe(folder: Path, *, hidden_size: int | None = None, vocab_size: int | 
     hidden_size and vocab_size are the target's; without the first, sharding on hidden and partial sums may be one to
     the eye. Raises FormatError where there is nothing that could be hidden states.
     """
-    paths = [path for path in islice(walk(folder, []), _MAX_PATHS) if Path(path.removesuffix(".gz")).suffix in SUFFIXES]
+    paths = _some_paths(folder)
     if not paths:
         raise FormatError(f"{folder}: no file ends in one of {', '.join(SUFFIXES)}")
-    groups = list(group_paths(sorted(paths)))
+    groups = list(group_paths(paths))
     entries = [entry for group in groups for entry in _entries(folder, group, vocab_size)]
     return _Guess(folder, paths, groups, entries, hidden_size).text()
+
+
+def _some_paths(folder: Path) -> list[str]:
+    """Files below the folder that may hold tensors, not more than _MAX_PATHS about.
+
+    Of each folder the first by name, so that the same samples are seen for every rank and layer.
+    """
+    by_folder: dict[str, list[str]] = {}
+    folders = [""]
+    while folders and len(by_folder) < _MAX_FOLDERS:
+        below = folders.pop()
+        with os.scandir(folder / below) as entries:
+            first = heapq.nsmallest(
+                _MAX_PATHS,
+                ((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries if not entry.is_symlink()),
+            )
+        by_folder[below] = [below + name for name, is_folder in first if not is_folder and suffix(name) in _SUFFIXES]
+        folders += [f"{below}{name}/" for name, is_folder in reversed(first) if is_folder]
+    share = _MAX_PATHS // len(by_folder)
+    return sorted(path for paths in by_folder.values() for path in paths[:share])
 
 
 @dataclass(frozen=True)
@@ -87,10 +109,10 @@ def _entries(folder: Path, group: Group, vocab_size: int | None) -> list[_Entry]
             name, layers = list(key), tuple[str, ...]()
             if role in ("states", "last") and not group.layers:
                 for n, part in enumerate(key):
-                    number = NUMBERS["layer"].search(part) or re.fullmatch(r"()([0-9]+)", part)
+                    number = find_number("layer", part) or re.fullmatch(r"([0-9]+)", part)
                     if number:
-                        name[n] = f"{part[: number.start(2)]}{{layer}}{part[number.end(2) :]}"
-                        layers = (number[2],)
+                        name[n] = f"{part[: number.start(1)]}{{layer}}{part[number.end(1) :]}"
+                        layers = (number[1],)
                         role = "states"
                         break
             known = found.get(tuple(name))
@@ -330,8 +352,7 @@ class _Guess:
         ]
 
     def _tp(self) -> int:
-        number = NUMBERS["rank"]
-        ranks = {int(found[2]) for path in self._states.group.paths if (found := number.search(path))}
+        ranks = {int(found[1]) for path in self._states.group.paths if (found := find_number("rank", path))}
         return max(ranks, default=0) + 1
 
     def _shape(self) -> Shape:
@@ -373,8 +394,8 @@ class _Guess:
         cumulative = self._lengths.role == "cu_seqlens"
         text = self._names.group.pattern
         if "{rank}" in text:  # all ranks' say the same: rank 0's are read
-            number = NUMBERS["rank"].search(min(self._names.group.paths))
-            text = text.replace("{rank}", number[2] if number else "0")
+            number = find_number("rank", min(self._names.group.paths))
+            text = text.replace("{rank}", number[1] if number else "0")
         return Packing(
             pattern=parse_pattern(text),
             samples=self._names.key,

@@ -109,10 +109,8 @@ class Index:
         if packing is not None and (fields := packing.pattern.match(path)):
             self._packing_files[int(fields.step)] = path
         matches = [(n, fields) for n, pattern in enumerate(self._patterns) if (fields := pattern.match(path))]
-        if not matches:
-            return
         # "{sample}.pt" also matches what "{sample}_ids.pt" is for, with a longer sample.
-        shortest = min(len(fields.sample) for _, fields in matches)
+        shortest = min((len(fields.sample) for _, fields in matches), default=0)
         for n, fields in matches:
             if len(fields.sample) > shortest:
                 continue
@@ -120,15 +118,9 @@ class Index:
             layer = self._layer_texts.setdefault(fields.layer, len(self._layer_texts))
             if layer >= _MAX_LAYERS:
                 raise ForeignFileError(path, f"more than {_MAX_LAYERS} ways of writing layer numbers")
-            code = int(fields.step or 0)
-            for value, bits in (
-                (len(fields.step), 4),
-                (int(fields.rank or 0), 14),
-                (len(fields.rank), 3),
-                (layer, 8),
-                (n, 3),
-            ):
-                code = code << bits | value
+            code = int(fields.step or 0) << 4 | len(fields.step)
+            code = (code << 14 | int(fields.rank or 0)) << 3 | len(fields.rank)
+            code = (code << 8 | layer) << 3 | n
             if "sample" in self._patterns[n].fields:
                 self._by_sample.setdefault(fields.sample, array("Q")).append(code)
             else:

@@ -8,16 +8,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-NUMBERS = {
-    "rank": re.compile(r"(?<![a-z])((?:tp[_-]?rank|rank|tp|gpu|device|worker)[_\-.=]?)([0-9]{1,4})(?![0-9])", re.I),
-    "layer": re.compile(r"(?<![a-z])((?:layers?|block|blk|tap|l)[_\-.=]?)([0-9]{1,4})(?![0-9])", re.I),
-    "step": re.compile(r"(?<![a-z])((?:steps?|chunk|iter|forward|fwd|pass|call)[_\-.=]?)([0-9]{1,9})(?![0-9])", re.I),
+# Words before a number that say what it is, the clearest first: "tp4/rank1" is rank 1 of 4.
+_WORDS = {
+    "rank": (r"tp[_-]?rank|rank", r"tp|gpu|device|worker"),
+    "layer": (r"layers?|block|blk|tap", r"l"),
+    "step": (r"steps?|chunk", r"iter|forward|fwd|pass|call"),
+}
+_NUMBERS = {
+    name: [re.compile(rf"(?<![a-z])(?:{words})[_\-.=]?([0-9]{{1,9}})(?![0-9a-z])", re.I) for words in rows]
+    for name, rows in _WORDS.items()
 }
 # What names of files and keys say, first match first.
 ROLES = {
     "mask": re.compile(r"mask", re.I),
     "cu_seqlens": re.compile(r"cu_?seq|cumul|query_start|offsets", re.I),
-    "lengths": re.compile(r"len", re.I),
+    "lengths": re.compile(r"(?<![a-z])(?:(?:seq|query|prompt|chunk)_?)?len(?:s|gths?)?(?![a-z])", re.I),
     "samples": re.compile(r"(?:sample|req|request|seq|conv|row)[_-]?(?:id|name)s?(?![a-z])|rids?(?![a-z])", re.I),
     "other": re.compile(r"position|slot|block_table|logit", re.I),
     "ids": re.compile(r"token|(?<![a-z])ids(?![a-z])|input_?id|prompt", re.I),
@@ -40,15 +45,20 @@ class Group:
         return frozenset(name for name in ("rank", "layer", "step", "sample") if f"{{{name}}}" in self.pattern)
 
 
+def find_number(name: str, text: str) -> re.Match[str] | None:
+    """Where a rank's, layer's or step's number stands (the match's group 1), by the word before it."""
+    return next((found for number in _NUMBERS[name] if (found := number.search(text))), None)
+
+
 def group_paths(paths: Sequence[str]) -> Iterator[Group]:
     """Paths with fields in place of their numbers and samples."""
     similar: dict[tuple[object, ...], dict[str, tuple[list[str], set[str]]]] = defaultdict(dict)
     for path in paths:
         template, layer = path, ""
-        for name, number in NUMBERS.items():
-            if found := number.search(template):
-                template = f"{template[: found.start(2)]}{{{name}}}{template[found.end(2) :]}"
-                layer = found[2].lstrip("0") or "0" if name == "layer" else layer
+        for name in _NUMBERS:
+            if found := find_number(name, template):
+                template = f"{template[: found.start(1)]}{{{name}}}{template[found.end(1) :]}"
+                layer = found[1].lstrip("0") or "0" if name == "layer" else layer
         kind = (
             template.count("/"),
             suffix(path),

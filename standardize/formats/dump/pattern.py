@@ -30,6 +30,9 @@ class Fields(NamedTuple):
     sample: str
 
 
+_NO_FIELDS = dict.fromkeys(FIELDS, "")
+
+
 @dataclass(frozen=True)
 class Pattern:
     """A path below the dump's folder with fields in it. Built by parse_pattern()."""
@@ -44,7 +47,7 @@ class Pattern:
     def match(self, path: str) -> Fields | None:
         """The fields of a path below the folder, None where it is none of this pattern."""
         found = self.regex.fullmatch(path)
-        return None if found is None else Fields(*(found.groupdict().get(name) or "" for name in FIELDS))
+        return None if found is None else Fields(**{**_NO_FIELDS, **found.groupdict()})
 
     def path(self, fields: Fields) -> str:
         """The inverse of match()."""
