@@ -53,6 +53,7 @@ class States:
 
     pattern: Pattern
     key: tuple[str, ...]  # "{layer}" in it stands for each layer
+    residual: tuple[str, ...]  # key of what is still to be added to it; () for nothing
     shape: Shape  # of a file's tensor; a 1 in front ([1, T, H]) is dropped
     placement: Placement
     padded: bool  # token-sharded: padding behind the last token makes all parts one length
@@ -265,7 +266,7 @@ def _layers(table: _Table) -> tuple[tuple[int | str, ...], str | None, tuple[Tap
 def _states(table: _Table, layers: tuple[int | str, ...], tp: int) -> States:
     """``layers`` is () for last_hidden, which is one layer and has no field for it."""
     pattern = table.pattern(layers)
-    key = table.keys("key")
+    key, residual = table.keys("key"), table.keys("residual")
     shape: Shape = table.one_of("shape", get_args(Shape), "T,H") if layers else "T,H"
     placement: Placement = table.one_of("placement", get_args(Placement), "replicated")
     padded = table.take("padded", bool, False)
@@ -282,13 +283,23 @@ def _states(table: _Table, layers: tuple[int | str, ...], tp: int) -> States:
         raise table.error("shape", f"is {shape!r}, a tensor of all layers, but files or key have {{layer}}")
     if placement != "replicated" and "rank" not in pattern.fields:
         raise table.error("placement", f"is {placement!r}, but files has no {{rank}} to tell the parts apart")
+    if residual and (placement == "partial-sums" or not key):
+        raise table.error("residual", "is added to what key names, and parts of it are no partial sums as a rule")
     if padded and placement != "token-sharded":
         raise table.error("padded", f"is true, but placement is {placement!r}: only token-sharded parts are padded")
     if tolerance < 0 or (tolerance and placement != "replicated"):
         raise table.error("tolerance", f"is {tolerance}, expected at least 0, and placement 'replicated'")
     if tp == 1 and placement != "replicated":
         raise table.error("placement", f"is {placement!r}, but tp, the number of ranks, is 1 or not given")
-    return States(pattern=pattern, key=key, shape=shape, placement=placement, padded=padded, tolerance=tolerance)
+    return States(
+        pattern=pattern,
+        key=key,
+        residual=residual,
+        shape=shape,
+        placement=placement,
+        padded=padded,
+        tolerance=tolerance,
+    )
 
 
 def _tokens(table: _Table, layers: tuple[int | str, ...]) -> Tokens:

@@ -175,7 +175,7 @@ class _Guess:
     def __init__(
         self, folder: Path, paths: list[str], groups: list[Group], entries: list[_Entry], hidden_size: int | None
     ) -> None:
-        self._folder, self._paths, self._groups = folder, paths, groups
+        self._folder, self._paths, self._groups, self._entries = folder, paths, groups, entries
         by_role: dict[str, list[_Entry]] = defaultdict(list)
         for entry in entries:
             by_role[entry.role].append(entry)
@@ -269,6 +269,9 @@ class _Guess:
         lines += ["", "[layers]", f"ids = {list(found.layers)}" + self._ids_note(found)]
         lines += [*_comment(_CONVENTION), f"convention = {_quoted(FILL_IN)}", ""]
         lines += ["[states]", *self._files(states, found.states.key)]
+        if found.states.residual:
+            lines += _comment("uncertain: two tensors as vLLM's layers return them, of which the tap is the sum")
+            lines.append(f"residual = {_key(found.states.residual)}")
         if found.states.is_stacked:
             lines.append(f"shape = {_quoted(found.states.shape)}")
         lines += self._placement(placed, "rank" in found.states.pattern.fields)
@@ -379,11 +382,23 @@ class _Guess:
         return States(
             pattern=self._pattern(entry, layers),
             key=entry.key,
+            residual=self._residual(entry),
             shape=shape,
             placement="replicated",
             padded=False,
             tolerance=0.0,
         )
+
+    def _residual(self, entry: _Entry) -> tuple[str, ...]:
+        """The key of the second of two, as vLLM's layers return them: hidden states, and a residual not yet added."""
+        if len(entry.key) != 1:
+            return ()
+        for other in self._entries:
+            if other.group == entry.group and len(other.key) == 1 and other.shape == entry.shape:
+                first, second = entry.key[0], other.key[0]
+                if (first, second) == ("0", "1") or ("resid" in second and "resid" not in first):
+                    return other.key
+        return ()
 
     def _as_tokens(self, entry: _Entry, layers: tuple[int, ...]) -> Tokens:
         return Tokens(pattern=self._pattern(entry, layers), key=entry.key)

@@ -115,6 +115,7 @@ class _Rows:
     start: int  # in the merged parts
     parts: tuple[Tensor, ...]  # [R, ..., W], in the order of ranks ...
     first_rank: int  # ... from this one on
+    residual: tuple[Tensor, ...]  # parts of what is to be added; () for nothing
 
 
 class _Assembly:
@@ -163,14 +164,13 @@ class _Assembly:
         out = torch.empty(shape, dtype=getattr(torch, self._description.dtype))
         for part in rows:
             place = out[part.at : part.at + part.num_rows]
+            place = place if part.layer is None else place[:, part.layer]
             try:
-                merge_into(
-                    place if part.layer is None else place[:, part.layer],
-                    part.parts,
-                    states,
-                    start=part.start,
-                    first_rank=part.first_rank,
-                )
+                merge_into(place, part.parts, states, start=part.start, first_rank=part.first_rank)
+                if part.residual:
+                    residual = torch.empty_like(place)
+                    merge_into(residual, part.residual, states, start=part.start, first_rank=part.first_rank)
+                    place.add_(residual)
             except MergeError as error:
                 raise MergeError(f"{part.what}: {error.what}") from error
         return out
@@ -253,19 +253,12 @@ class _Assembly:
                 what += _of_step(piece)
                 try:
                     parts = self._of_ranks(states, [part for part in files if part.layer in ("", layer or "")])
-                    key = [name.replace("{layer}", layer or "") for name in states.key]
-                    tensors = tuple(
-                        self._load(
-                            part,
-                            key,
-                            lambda value: as_states(
-                                value, states, self._description.dtype, len(self._description.layers)
-                            ),
-                        )
-                        for part in parts
-                    )
+                    tensors = self._states(states, states.key, parts, layer)
+                    residual = self._states(states, states.residual, parts, layer) if states.residual else ()
                     whole = piece.step_tokens if piece.step_tokens is not None else piece_tokens
                     num_rows = merged_rows(tensors, states, self._description.hidden_size, whole)
+                    if [part.shape for part in residual] != [part.shape for part in tensors][: len(residual)]:
+                        raise MergeError("the residual is of another shape")
                 except MergeError as error:
                     raise MergeError(f"{what}: {error.what}") from error
                 if piece.stop is not None:
@@ -279,6 +272,7 @@ class _Assembly:
                         start=piece.start,
                         parts=tensors,
                         first_rank=parts[0].rank or 0,
+                        residual=residual,
                     )
                 )
                 at_of[place] += num_rows
@@ -291,6 +285,15 @@ class _Assembly:
                     f"{what}: {at_of[place]} rows in steps {_list([p.step for p in pieces])} for {num_tokens} token ids"
                 )
         return rows
+
+    def _states(self, states: States, key: Sequence[str], parts: list[Part], layer: str | None) -> tuple[Tensor, ...]:
+        """The tensor of each part, [R, W] or [R, A, W]."""
+        found = self._description
+        names = [name.replace("{layer}", layer or "") for name in key]
+        return tuple(
+            self._load(part, names, lambda value: as_states(value, states, found.dtype, len(found.layers)))
+            for part in parts
+        )
 
     def _of_ranks(self, states: States, parts: list[Part]) -> list[Part]:
         """The parts of one tensor in the order of ranks, none missing.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eyas.standardize.formats.base import ForeignFileError, ForeignSample
+from eyas.standardize.formats.base import ForeignFileError, ForeignSample, FormatError
 from eyas.standardize.formats.dump.description import DESCRIPTION_FILE, DescriptionError
 from eyas.standardize.formats.dump.detect import detect
 from eyas.standardize.formats.dump.guess import describe
@@ -246,6 +246,85 @@ def test_ranks_may_be_counted_over_pipeline_stages_and_replicas(tmp_path: Path) 
     assert torch.equal(reader.read("a").features, whole)
     assert torch.equal(reader.read("b").features, whole)
     assert "is tp another?" in refusal(opened(tmp_path, REPLICATED.replace("tp = 2", "tp = 1")), "a")
+
+
+def test_a_residual_that_a_layer_returns_apart_is_added(tmp_path: Path) -> None:
+    """vLLM's decoder layers return (hidden states, residual)."""
+    whole, residual = states(5).bfloat16(), states(5, seed=1).bfloat16()
+    for a, layer in enumerate(LAYERS):
+        save(tmp_path / f"layers.{layer}/a.pt", (whole[:, a].clone(), residual[:, a].clone()))
+    save(tmp_path / "ids/a.pt", torch.arange(5))
+    guessed = describe(tmp_path)
+    assert 'key = "0"' in guessed
+    assert 'residual = "1"' in guessed
+    reader = opened(tmp_path, guessed.replace('"?"', '"vllm@0.32"'))
+    assert torch.equal(reader.read("a").features, whole + residual)
+
+
+def test_a_guess_finds_layers_within_files(tmp_path: Path) -> None:
+    whole = states(5)
+    for name in ("a1", "b2"):
+        content = {f"layer_{layer}": whole[None, :, a].clone() for a, layer in enumerate(LAYERS)}
+        save(tmp_path / f"{name}.pt", {"aux": content, "tokens": torch.arange(5), "loss_mask": torch.ones(5)})
+    guessed = describe(tmp_path)
+    assert "ids = [2, 12, 29]" in guessed
+    reader = opened(tmp_path, guessed.replace('"?"', '"vllm@0.32"'))
+    assert reader.items() == ["a1", "b2"]
+    assert torch.equal(reader.read("b2").features, whole)
+    assert reader.read("b2").loss_mask is not None
+
+
+@pytest.mark.parametrize("shape", ["T,A,H", "A,T,H"])
+def test_a_guess_finds_layers_within_a_tensor(tmp_path: Path, shape: str) -> None:
+    whole = states(5)
+    stacked = whole if shape == "T,A,H" else whole.transpose(0, 1).contiguous()
+    for name in ("req-17", "req-18"):
+        save(tmp_path / f"{name}.safetensors", {"hidden_states": stacked, "token_ids": torch.arange(5)})
+    guessed = describe(tmp_path)
+    assert f'shape = "{shape}"' in guessed
+    reader = opened(tmp_path, guessed.replace('"?"', '"unknown"'))
+    assert torch.equal(reader.read("18").features, whole)
+
+
+def test_a_guess_of_one_sample_in_one_step(tmp_path: Path) -> None:
+    for rank in range(2):
+        for layer in LAYERS:
+            save(tmp_path / f"tp2/rank{rank}/layer_{layer}/req-abc_step3.pt", torch.ones(4, H))
+    save(tmp_path / "tp2/rank0/req-abc_step3.tokens.pt", torch.arange(4))
+    guessed = describe(tmp_path)
+    assert 'files = "tp2/rank{rank}/layer_{layer}/req-{sample}_step{step}.pt"' in guessed
+    assert opened(tmp_path, guessed.replace('"?"', '"unknown"')).read("abc").input_ids.tolist() == [0, 1, 2, 3]
+
+
+def test_a_guess_says_what_it_cannot_tell(tmp_path: Path) -> None:
+    whole = write_replicated(tmp_path)
+    for name in whole:
+        for path in tmp_path.glob(f"rank1/*/req-{name}_*.pt"):
+            torch.save(torch.load(path) + 1, path)
+    guessed = describe(tmp_path)
+    assert 'hidden_size = "?"' in guessed
+    assert 'placement = "?"' in guessed
+    assert f"hidden-sharded, H = {2 * H}; or partial-sums" in " ".join(guessed.replace("# ", "").split())
+    assert 'placement = "partial-sums"' in describe(tmp_path, hidden_size=H)
+    assert 'placement = "hidden-sharded"' in describe(tmp_path, hidden_size=2 * H)
+    with pytest.raises(DescriptionError, match="is still"):
+        opened(tmp_path, guessed)
+    for path in tmp_path.glob("rank1/*/*.pt"):
+        torch.save(torch.load(Path(str(path).replace("rank1", "rank0"))) * 1.001, path)
+    guessed = describe(tmp_path, hidden_size=H)
+    assert 'placement = "replicated"' in guessed
+    assert "tolerance = 0.002" in guessed
+    for path in tmp_path.glob("ids/*"):
+        path.unlink()
+    assert "nothing can be read without" in describe(tmp_path)
+
+
+def test_nothing_to_describe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="no file ends in one of"):
+        describe(tmp_path)
+    save(tmp_path / "a.pt", torch.arange(3))
+    with pytest.raises(FormatError, match="no floating-point tensor"):
+        describe(tmp_path)
 
 
 def write_packed(folder: Path) -> dict[str, torch.Tensor]:
