@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
+import struct
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -63,10 +65,17 @@ def read_tensor_file(file: Path) -> Any:
         SafetensorError,
         OSError,
         ValueError,
-        KeyError,
+        LookupError,
         EOFError,
         RuntimeError,
         zlib.error,
         zipfile.BadZipFile,
+        # What NumPy's and torch's own parsers fail with on flipped bytes.
+        AssertionError,
+        AttributeError,
+        TypeError,
+        OverflowError,
+        struct.error,
+        tokenize.TokenError,
     ) as error:
         raise TensorFileError(file, f"cannot be read, truncated or damaged ({error})") from error

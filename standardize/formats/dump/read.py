@@ -132,7 +132,7 @@ class _Assembly:
 
         found = self._description
         ids = self._tokens(found.input_ids, "token ids")  # [T] each
-        input_ids = torch.cat(ids).to(torch.int64)
+        input_ids = torch.cat(ids)
         num_tokens = len(input_ids)
         if not num_tokens or int(input_ids.min()) < 0:
             raise MergeError(f"{num_tokens} token ids" + (", some below 0" if num_tokens else ""))
@@ -222,14 +222,15 @@ class _Assembly:
                 tensor = self._load(part, table.key, as_tensor)
                 if tensor.ndim == 2 and tensor.shape[0] == 1:
                     tensor = tensor[0]
-                if tensor.ndim != 1 or (tensor.is_floating_point() and what == "token ids"):
+                no_ids = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+                if tensor.ndim != 1 or (no_ids and what == "token ids"):
                     raise MergeError(
                         f"{part.path}: {what} are {str(tensor.dtype)[6:]} {list(tensor.shape)}, expected whole "
                         "numbers [T]"
                     )
                 if piece.step_tokens is not None and len(tensor) != piece.step_tokens:
                     raise MergeError(f"{part.path}: {len(tensor)} {what}, and {piece.step_tokens} by the packing file")
-                copies.append(tensor)
+                copies.append(tensor.to(torch.int64) if what == "token ids" else tensor)
             for part, copy in zip(parts, copies, strict=True):
                 if not torch.equal(copy, copies[0]):
                     raise MergeError(f"{what} of {part.path} are not those of {parts[0].path}")

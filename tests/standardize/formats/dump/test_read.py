@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,54 @@ def test_samples_packed_in_steps_are_taken_apart(tmp_path: Path) -> None:
     reader = opened(tmp_path, guessed)
     assert reader.layout.convention is None
     assert torch.equal(reader.read("b").features, whole["b"])
+
+
+def test_packed_states_may_have_ids_and_masks_by_sample(tmp_path: Path) -> None:
+    whole = {"11": states(4, 1), "12": states(3, 2)}
+    for n, name in enumerate(whole):
+        save(tmp_path / f"{name}.ids.npy", np.arange(len(whole[name]), dtype=np.uint16))
+        save(tmp_path / f"{name}.mask.npy", np.ones(len(whole[name]), dtype=bool) & bool(n))
+    for step, rows in enumerate((slice(0, 2), slice(2, 4))):
+        batch = [whole[name][rows] for name in whole]
+        save(tmp_path / f"step{step}.pt", {"h": torch.cat(batch)})
+        sizes = torch.tensor(list(map(len, batch)))
+        save(tmp_path / f"step{step}.batch.safetensors", {"rows": torch.tensor([11, 12]), "lengths": sizes})
+    text = f"""{HEAD}{TAIL}
+    [states]
+    files = "step{{step}}.pt"
+    key = "h"
+    shape = "T,A,H"
+    [input_ids]
+    files = "{{sample}}.ids.npy"
+    [loss_mask]
+    files = "{{sample}}.mask.npy"
+    [packing]
+    files = "step{{step}}.batch.safetensors"
+    samples = "rows"
+    lengths = "lengths"
+    """
+    reader = opened(tmp_path, text)
+    assert reader.items() == ["11", "12"]
+    for n, name in enumerate(whole):
+        sample = reader.read(name)
+        assert torch.equal(sample.features, whole[name])
+        assert sample.input_ids.tolist() == list(range(len(whole[name])))
+        assert sample.loss_mask is not None
+        assert sample.loss_mask.tolist() == [n] * len(whole[name])
+    save(tmp_path / "12.mask.npy", np.array([0, 2, 1]))
+    assert "other values than 0 and 1" in refusal(reader, "12")
+    save(tmp_path / "12.mask.npy", np.array([0, 1]))
+    assert "a loss mask of 2 for 3 token ids" in refusal(reader, "12")
+
+
+def test_files_may_be_gzipped(tmp_path: Path) -> None:
+    whole = write_replicated(tmp_path)
+    for path in tmp_path.glob("rank*/*/*.pt"):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    reader = opened(tmp_path, REPLICATED.replace("{step}.pt", "{step}.pt.gz"))
+    assert torch.equal(reader.read("abc").features, whole["abc"])
+    assert "{sample}_step{step}.pt.gz" in describe(tmp_path)
 
 
 def test_a_broken_packing_file_rejects_itself_and_whoever_may_be_in_it(tmp_path: Path) -> None:
