@@ -207,8 +207,7 @@ class _Guess:
 
     def text(self) -> str:
         """The description."""
-        shape = self._shape()
-        num_layers = len(self._layers) or self._num_stacked(shape)
+        shape, num_layers = self._shape()
         layers = tuple(map(int, self._layers)) or tuple(range(num_layers))
         dtype, dtype_note = self._dtype(self._states)
         found = Description(
@@ -358,15 +357,17 @@ class _Guess:
         ranks = {int(found[1]) for path in self._states.group.paths if (found := find_number("rank", path))}
         return max(ranks, default=0) + 1
 
-    def _shape(self) -> Shape:
+    def _shape(self) -> tuple[Shape, int]:
+        """How layers lie in a tensor, and how many there are: fewer than tokens, or side by side in one width."""
         dims = [size for n, size in enumerate(self._states.shape) if n or size != 1]
-        if self._layers or len(dims) < 3:
-            return "T,H"
-        return "A,T,H" if dims[0] < dims[1] else "T,A,H"
-
-    def _num_stacked(self, shape: Shape) -> int:
-        dims = [size for n, size in enumerate(self._states.shape) if n or size != 1]
-        return dims[0] if shape == "A,T,H" else dims[1] if shape == "T,A,H" else 1
+        width = self._hidden_size or (self._last.shape[-1] if self._last else 0)
+        if self._layers or len(dims) < 2:
+            return "T,H", len(self._layers) or 1
+        if len(dims) == 3:
+            return ("A,T,H", dims[0]) if dims[0] < dims[1] else ("T,A,H", dims[1])
+        if width and dims[-1] > width and dims[-1] % width == 0:
+            return "T,A*H", dims[-1] // width
+        return "T,H", 1
 
     def _dtype(self, entry: _Entry) -> tuple[str, str]:
         if entry.dtype in ("int16", "uint16"):

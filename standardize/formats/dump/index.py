@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eyas.shards.tensor_files import TensorFileError, read_tensor_file
-from eyas.standardize.formats.base import ForeignFileError
+from eyas.standardize.formats.base import ForeignFileError, FormatError
 from eyas.standardize.formats.dump.description import Description, Packing
 from eyas.standardize.formats.dump.merge import MergeError, as_tensor, take_key
 from eyas.standardize.formats.dump.pattern import Fields, Pattern
@@ -60,7 +61,7 @@ class Index:
             self._add(path)
         self.num_links = len(links)
         if description.packing is not None:
-            for step in sorted(self._packing_files):
+            for step in sorted(self._packing_files.keys() - self.broken.keys()):
                 self._unpack(description.packing, step)
 
     def samples(self) -> list[str]:
@@ -107,7 +108,9 @@ class Index:
     def _add(self, path: str) -> None:
         packing = self.description.packing
         if packing is not None and (fields := packing.pattern.match(path)):
-            self._packing_files[int(fields.step)] = path
+            step = int(fields.step)
+            if self._packing_files.setdefault(step, path) != path:
+                self.broken[step] = f"is there twice, as {path} too"
         matches = [(n, fields) for n, pattern in enumerate(self._patterns) if (fields := pattern.match(path))]
         # "{sample}.pt" also matches what "{sample}_ids.pt" is for, with a longer sample.
         shortest = min((len(fields.sample) for _, fields in matches), default=0)
@@ -117,7 +120,7 @@ class Index:
             self.num_state_files += self._patterns[n] == self.description.states.pattern
             layer = self._layer_texts.setdefault(fields.layer, len(self._layer_texts))
             if layer >= _MAX_LAYERS:
-                raise ForeignFileError(path, f"more than {_MAX_LAYERS} ways of writing layer numbers")
+                raise FormatError(f"{self.folder / path}: layer numbers are written in more than {_MAX_LAYERS} ways")
             code = int(fields.step or 0) << 4 | len(fields.step)
             code = (code << 14 | int(fields.rank or 0)) << 3 | len(fields.rank)
             code = (code << 8 | layer) << 3 | n
@@ -145,15 +148,20 @@ class Index:
             lengths_key = packing.lengths or packing.cu_seqlens
             assert lengths_key is not None
             numbers = as_tensor(take_key(content, lengths_key)).reshape(-1).tolist()
+            if any(type(number) is not int for number in numbers):
+                raise MergeError(f"{'.'.join(lengths_key)} is {numbers[:5]}, expected whole numbers")
         except (TensorFileError, MergeError) as error:
             self.broken[step] = error.what
             return
-        starts = numbers if packing.cu_seqlens else [sum(numbers[:n]) for n in range(len(numbers) + 1)]
-        if len(starts) != len(names) + 1 or starts[0] != 0 or starts != sorted(starts):
+        starts = numbers if packing.cu_seqlens else [0, *accumulate(numbers)]
+        if len(set(names)) < len(names):
+            self.broken[step] = f"names a sample twice: {', '.join(names[:20])}"
+        elif len(starts) != len(names) + 1 or starts[0] != 0 or starts != sorted(starts):
             self.broken[step] = (
                 f"{len(names)} samples with {'cu_seqlens' if packing.cu_seqlens else 'lengths'} {numbers}: expected "
                 f"one length each, added up from 0 where they are cu_seqlens"
             )
+        if step in self.broken:
             return
         self.step_tokens[step] = starts[-1]
         for name, start, stop in zip(names, starts, starts[1:], strict=False):

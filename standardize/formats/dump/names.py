@@ -120,7 +120,7 @@ def _without_others(template: str) -> str:
         and "{" not in word
         and not _SAMPLE_WORDS.fullmatch(word)
         and not any(words.search(word) for words in ROLES.values())
-        and not re.fullmatch(r"meta|batch|pack|info|packing|rank|layers?|steps?", word)
+        and not re.fullmatch(r"meta|batch|pack|packing|info|rank|layers?|steps?|inputs?|outputs?|loss|tensors?", word)
     ]
     if own and not any(role.fullmatch(stem) for role in ROLES.values()):
         stem = "".join([*words[: own[0]], "{sample}", *words[own[-1] + 1 :]])

@@ -5,6 +5,7 @@ Shapes: T tokens of a sample, A layers, H hidden size; R rows and W width of a p
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,9 +19,14 @@ from eyas.standardize.formats.dump.description import Description, States, Token
 from eyas.standardize.formats.dump.detect import DumpLayout, detect
 from eyas.standardize.formats.dump.index import Index, Part
 from eyas.standardize.formats.dump.merge import MergeError, as_states, as_tensor, merge_into, merged_rows, take_key
+from eyas.standardize.formats.dump.pattern import Pattern
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Files that one sample holds mapped. NumPy's keep a descriptor each, of which a process often has 1024.
+_MAX_OPEN = 64
 
 
 def open_reader(folder: Path, layout: Layout) -> DumpReader:
@@ -113,9 +119,8 @@ class _Rows:
     at: int
     num_rows: int
     start: int  # in the merged parts
-    parts: tuple[Tensor, ...]  # [R, ..., W], in the order of ranks ...
-    first_rank: int  # ... from this one on
-    residual: tuple[Tensor, ...]  # parts of what is to be added; () for nothing
+    files: tuple[Part, ...]  # of the parts, in the order of ranks
+    name: str | None  # of the layer, for keys
 
 
 class _Assembly:
@@ -124,6 +129,7 @@ class _Assembly:
     def __init__(self, index: Index, name: str) -> None:
         self._index, self._name = index, name
         self._description: Description = index.description
+        self._files: dict[Pattern, defaultdict[int | None, list[Part]]] = {}
         self._opened: dict[str, Any] = {}
         self._pieces = self._find_pieces()
 
@@ -166,10 +172,12 @@ class _Assembly:
             place = out[part.at : part.at + part.num_rows]
             place = place if part.layer is None else place[:, part.layer]
             try:
-                merge_into(place, part.parts, states, start=part.start, first_rank=part.first_rank)
-                if part.residual:
+                tensors, first_rank = self._states(states, states.key, part.files, part.name), part.files[0].rank or 0
+                merge_into(place, tensors, states, start=part.start, first_rank=first_rank)
+                if states.residual:
                     residual = torch.empty_like(place)
-                    merge_into(residual, part.residual, states, start=part.start, first_rank=part.first_rank)
+                    tensors = self._states(states, states.residual, part.files, part.name)
+                    merge_into(residual, tensors, states, start=part.start, first_rank=first_rank)
                     place.add_(residual)
             except MergeError as error:
                 raise MergeError(f"{part.what}: {error.what}") from error
@@ -198,11 +206,15 @@ class _Assembly:
                 raise MergeError(f"step {steps[0]} is below first_step, which is {found.first_step}")
         return [_Piece(step=step) for step in steps]
 
-    def _parts(self, pattern: Any, piece: _Piece) -> list[Part]:
+    def _parts(self, pattern: Pattern, piece: _Piece) -> list[Part]:
+        """The files of a pattern that hold a piece."""
         if "sample" not in pattern.fields:
             return self._index.parts(pattern, "", piece.step)
-        parts = self._index.parts(pattern, self._name)
-        return [part for part in parts if part.step == piece.step] if "step" in pattern.fields else parts
+        if pattern not in self._files:
+            self._files[pattern] = by_step = defaultdict[int | None, list[Part]](list)
+            for part in self._index.parts(pattern, self._name):
+                by_step[part.step].append(part)
+        return self._files[pattern][piece.step if "step" in pattern.fields else None]
 
     def _tokens(self, table: Tokens, what: str) -> list[Tensor]:
         """Whole numbers [T], one tensor a piece, or one in all where files are not split by steps.
@@ -271,9 +283,8 @@ class _Assembly:
                         at=at_of[place],
                         num_rows=num_rows,
                         start=piece.start,
-                        parts=tensors,
-                        first_rank=parts[0].rank or 0,
-                        residual=residual,
+                        files=tuple(parts),
+                        name=layer,
                     )
                 )
                 at_of[place] += num_rows
@@ -287,7 +298,9 @@ class _Assembly:
                 )
         return rows
 
-    def _states(self, states: States, key: Sequence[str], parts: list[Part], layer: str | None) -> tuple[Tensor, ...]:
+    def _states(
+        self, states: States, key: Sequence[str], parts: Sequence[Part], layer: str | None
+    ) -> tuple[Tensor, ...]:
         """The tensor of each part, [R, W] or [R, A, W]."""
         found = self._description
         names = [name.replace("{layer}", layer or "") for name in key]
@@ -318,9 +331,11 @@ class _Assembly:
         return parts
 
     def _load(self, part: Part, key: Sequence[str], convert: Callable[[Any], Tensor]) -> Tensor:
-        """The tensor of one file, which is opened once for all that is in it."""
+        """The tensor of one file, which is opened once for all that is in it where there are few files."""
         try:
             if part.path not in self._opened:
+                if len(self._opened) >= _MAX_OPEN:
+                    self._opened.clear()
                 self._opened[part.path] = read_tensor_file(self._index.folder / part.path)
             return convert(take_key(self._opened[part.path], key))
         except TensorFileError as error:

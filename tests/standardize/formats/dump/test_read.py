@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,22 @@ def test_ranks_may_be_counted_over_pipeline_stages_and_replicas(tmp_path: Path) 
     assert "is tp another?" in refusal(opened(tmp_path, REPLICATED.replace("tp = 2", "tp = 1")), "a")
 
 
+def test_a_step_a_token_is_read_with_few_files_open(tmp_path: Path) -> None:
+    whole = states(100)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for step, rows in enumerate(whole):
+        for a, layer in enumerate(LAYERS):
+            for rank in range(2):
+                save(tmp_path / f"rank{rank}/layer_{layer}/a-step{step}.npy", rows[None, a].numpy())
+    save(tmp_path / "ids/a.pt", torch.arange(100))
+    text = REPLICATED.replace("req-{sample}_step{step}.pt", "{sample}-step{step}.npy")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
+    try:
+        assert torch.equal(opened(tmp_path, text).read("a").features, whole)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_a_residual_that_a_layer_returns_apart_is_added(tmp_path: Path) -> None:
     """vLLM's decoder layers return (hidden states, residual)."""
     whole, residual = states(5).bfloat16(), states(5, seed=1).bfloat16()
@@ -275,13 +293,13 @@ def test_a_guess_finds_layers_within_files(tmp_path: Path) -> None:
     assert reader.read("b2").loss_mask is not None
 
 
-@pytest.mark.parametrize("shape", ["T,A,H", "A,T,H"])
+@pytest.mark.parametrize("shape", ["T,A,H", "A,T,H", "T,A*H"])
 def test_a_guess_finds_layers_within_a_tensor(tmp_path: Path, shape: str) -> None:
     whole = states(5)
-    stacked = whole if shape == "T,A,H" else whole.transpose(0, 1).contiguous()
+    stacked = {"T,A,H": whole, "A,T,H": whole.transpose(0, 1).contiguous(), "T,A*H": whole.flatten(1)}[shape]
     for name in ("req-17", "req-18"):
         save(tmp_path / f"{name}.safetensors", {"hidden_states": stacked, "token_ids": torch.arange(5)})
-    guessed = describe(tmp_path)
+    guessed = describe(tmp_path, hidden_size=H)
     assert f'shape = "{shape}"' in guessed
     reader = opened(tmp_path, guessed.replace('"?"', '"unknown"'))
     assert torch.equal(reader.read("18").features, whole)
@@ -437,6 +455,15 @@ def test_a_broken_packing_file_rejects_itself_and_whoever_may_be_in_it(tmp_path:
     assert "no key 'cu_seqlens', found a dict of 'req_ids'" in refusal(reader, "meta/step9.pt")
     assert "2 samples with cu_seqlens [0, 3]" in refusal(reader, "meta/step10.pt")
     assert len(reader.layout.problems) == 2
+    for content, what in (
+        ({"req_ids": ["c", "c"], "cu_seqlens": [0, 1, 2]}, "names a sample twice: c, c"),
+        ({"req_ids": ["c"], "cu_seqlens": [0.0, 2.0]}, "expected whole numbers"),
+        ({"req_ids": [1.5], "cu_seqlens": [0, 2]}, "expected strings or whole numbers"),
+    ):
+        save(tmp_path / "meta/step9.pt", content)
+        assert what in refusal(opened(tmp_path, PACKED), "meta/step9.pt")
+    save(tmp_path / "meta/step09.pt", content)
+    assert "is there twice" in refusal(opened(tmp_path, PACKED), opened(tmp_path, PACKED).items()[-2])
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
