@@ -34,7 +34,7 @@ def detect(folder: Path) -> DumpLayout | None:
         dtype=found.dtype,
         last_hidden=found.norm,
         has_loss_mask=found.loss_mask is not None,
-        layer_ids=tuple(int(name) for name in found.layers) if found.convention else None,
+        layer_ids=None if found.taps or str in map(type, found.layers) else tuple(map(int, found.layers)),
         convention=found.convention,
         taps=found.taps,
         problems=tuple(_problems(index)),

@@ -393,6 +393,7 @@ def test_samples_packed_in_steps_are_taken_apart(tmp_path: Path) -> None:
     guessed = describe(tmp_path, hidden_size=H).replace('convention = "?"', 'convention = "unknown"')
     reader = opened(tmp_path, guessed)
     assert reader.layout.convention is None
+    assert reader.layout.layer_ids == LAYERS
     assert torch.equal(reader.read("b").features, whole["b"])
 
 
