@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
+import struct
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -47,7 +49,8 @@ def read_tensor_file(file: Path) -> Any:
         if suffix == ".safetensors":
             return load_file(file) if content is None else load(content.getvalue())
         if suffix in (".npy", ".npz"):
-            loaded = np.load(content or file, allow_pickle=False, mmap_mode="r" if content is None else None)
+            # "c": mapped without a way back to the file, and torch takes the array without a warning, as writable.
+            loaded = np.load(content or file, allow_pickle=False, mmap_mode="c" if content is None else None)
             return loaded if suffix == ".npy" else dict(loaded)
         # Files of torch before 1.6 are no zip archives and cannot be mapped.
         mapped = True if content is None and zipfile.is_zipfile(file) else None
@@ -62,10 +65,17 @@ def read_tensor_file(file: Path) -> Any:
         SafetensorError,
         OSError,
         ValueError,
-        KeyError,
+        LookupError,
         EOFError,
         RuntimeError,
         zlib.error,
         zipfile.BadZipFile,
+        # What NumPy's and torch's own parsers fail with on flipped bytes.
+        AssertionError,
+        AttributeError,
+        TypeError,
+        OverflowError,
+        struct.error,
+        tokenize.TokenError,
     ) as error:
         raise TensorFileError(file, f"cannot be read, truncated or damaged ({error})") from error

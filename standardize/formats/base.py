@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from eyas.shards.dataset import Dataset
     from eyas.shards.identity import DatasetIdentity
     from eyas.shards.sample import Sample
+    from eyas.taps.notation import Tap
 
 
 class FormatError(EyasError):
@@ -52,6 +53,7 @@ class Layout:
     has_loss_mask: bool
     layer_ids: tuple[int, ...] | None = None  # of the features, where the folder states them ...
     convention: str | None = None  # ... and the system whose numbers they are
+    taps: tuple[Tap, ...] | None = None  # of the features, where the folder names them outright
     problems: tuple[str, ...] = ()  # what is wrong with the folder, as far as a look shows
 
 
