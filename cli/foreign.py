@@ -100,6 +100,8 @@ def declared_taps(options: dict[str, Any], source: Path, layout: Layout, facts: 
         return select_taps(facts, **chosen)
     if (own := _own_export(source, layout, facts)) is not None:
         return own
+    if layout.taps is not None:
+        return layout.taps
     if layout.layer_ids is not None and layout.convention is not None:
         return resolve(layout.convention, layout.layer_ids, facts)
     raise UsageError(_which_taps(source, layout, facts))
@@ -149,6 +151,8 @@ def guessed_taps(layout: Layout, facts: TargetFacts | None) -> list[str]:
     from eyas.taps.conventions import resolve
     from eyas.taps.notation import default_taps
 
+    if layout.taps is not None:
+        return [f"{format_taps(layout.taps)}, as the folder says"]
     if layout.layer_ids is not None:
         ids = ",".join(map(str, layout.layer_ids))
         if layout.convention is None or facts is None:

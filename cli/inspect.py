@@ -128,7 +128,7 @@ def _inspect_foreign(folder: Path, options: dict[str, Any]) -> None:
         )
     taps = guessed_taps(layout, facts)
     if options["as_json"]:
-        click.echo(json.dumps({"folder": str(folder), **asdict(report), "taps": taps}))
+        click.echo(json.dumps({"folder": str(folder), **asdict(report), "taps": taps}, default=str))
     else:
         _print_foreign(folder, report, taps)
     if report.bad and everything:

@@ -356,7 +356,9 @@ def _standardize_foreign(options: dict[str, Any], should_stop: Callable[[], bool
         import_folder(request, workers=options["workers"], shard_bytes=shard_bytes, should_stop=should_stop), request
     )
     if options["as_json"]:
-        click.echo(json.dumps({**asdict(summary), "out": str(request.out), "layout": asdict(request.layout)}))
+        click.echo(
+            json.dumps({**asdict(summary), "out": str(request.out), "layout": asdict(request.layout)}, default=str)
+        )
     else:
         _print_dataset(request, summary)
         click.echo(f"this run: {summary.num_written:,} shards written, from {request.layout.format} "

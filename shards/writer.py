@@ -159,7 +159,7 @@ class ShardWriter:
         import torch
 
         hidden_size = self._identity.hidden_size
-        rows = [tap_statistics(sample.features.unflatten(1, (-1, hidden_size)))]
+        rows = [tap_statistics(sample.features.view(sample.num_tokens, -1, hidden_size))]
         if sample.last_hidden is not None:
             rows.append(tap_statistics(sample.last_hidden.unsqueeze(1)))
         return torch.cat(rows)

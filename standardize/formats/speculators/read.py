@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from eyas.shards.tensor_files import TensorFileError, read_tensor_file
 from eyas.standardize.formats.base import ForeignFileError, ForeignSample, FormatError, Layout
 from eyas.standardize.formats.hidden_states_file import StatesShape, read_states
 from eyas.standardize.formats.speculators.detect import old_files, state_rows, states_folder
 from eyas.standardize.formats.speculators.rows import TokenRows, has_rows
+from eyas.standardize.formats.torch_files import is_plain, require, rows, token_ids, zeros_and_ones
 
 
 def open_reader(folder: Path, layout: Layout) -> ArrowReader | OldReader:
@@ -99,37 +99,21 @@ class OldReader:
             raise ForeignFileError(item, error.what) from error
         if not isinstance(content, dict):
             raise ForeignFileError(item, f"holds a {type(content).__name__}, expected a dict")
-        A, H = self._layout.num_taps, self._hidden_size
-        ids = self._tensor(item, content, "input_ids").to(torch.int64).reshape(-1)
-        T = len(ids)
-        mask = content.get("loss_mask")
-        if mask is not None:
-            if not isinstance(mask, torch.Tensor) or mask.numel() != T:
-                raise ForeignFileError(item, f"loss_mask is not one number for each of {T:,} tokens")
-            mask = (mask.reshape(-1) != 0).to(torch.uint8)
-        elif self._layout.has_loss_mask:
-            raise ForeignFileError(item, "has no loss_mask, and the folder's first file has one")
+        layout, H = self._layout, self._hidden_size
+        named = ["input_ids", *(["loss_mask"] if layout.has_loss_mask else [])]
+        if "hidden_states" not in content:
+            named += ["hidden_state", "target"]
+        require(item, content, named, layout.format)
+        ids = token_ids(item, content["input_ids"])
+        T, A = len(ids), layout.num_taps
+        mask = zeros_and_ones(item, content["loss_mask"], T) if layout.has_loss_mask else None
         if "hidden_states" in content:
             states = content["hidden_states"]
-            found = [list(state.shape) for state in states] if isinstance(states, list) else type(states).__name__
-            if found != [[T, H]] * (A + 1):
-                raise ForeignFileError(item, f"hidden_states are {found}, expected {A + 1} of {[T, H]}")
-            features, last_hidden = torch.stack(states[:-1], dim=1), states[-1]
+            if not isinstance(states, list) or len(states) != A + 1 or not all(map(is_plain, states)):
+                raise ForeignFileError(item, f"hidden_states is no list of {A + 1} tensors, one for each layer")
+            *features, last_hidden = [rows(item, "hidden_states", state, T, H, layout.dtype) for state in states]
+            stacked = torch.stack(features, dim=1)
         else:
-            features, last_hidden = self._tensor(item, content, "hidden_state"), self._tensor(item, content, "target")
-            if list(features.shape) != [T, A * H] or list(last_hidden.shape) != [T, H]:
-                raise ForeignFileError(
-                    item,
-                    f"hidden_state is {list(features.shape)} and target {list(last_hidden.shape)}, expected "
-                    f"{[T, A * H]} and {[T, H]}",
-                )
-            features = features.view(T, A, H)
-        return ForeignSample(where=item, input_ids=ids, loss_mask=mask, features=features, last_hidden=last_hidden)
-
-    def _tensor(self, item: str, content: dict[str, Any], name: str) -> Any:
-        import torch
-
-        value = content.get(name)
-        if not isinstance(value, torch.Tensor):
-            raise ForeignFileError(item, f"has no tensor {name}, found {', '.join(map(str, content)) or 'nothing'}")
-        return value
+            stacked = rows(item, "hidden_state", content["hidden_state"], T, A * H, layout.dtype).view(T, A, H)
+            last_hidden = rows(item, "target", content["target"], T, H, layout.dtype)
+        return ForeignSample(where=item, input_ids=ids, loss_mask=mask, features=stacked, last_hidden=last_hidden)

@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,7 +114,7 @@ def _write_tokens(dataset: Dataset, out: Path, sample_ids: Sequence[str]) -> Non
     _fsync(temporary)
     temporary.replace(out / name)
     DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(out))
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": name}],
         "_fingerprint": hashlib.blake2b("".join(sample_ids).encode(), digest_size=8).hexdigest(),
         "_format_columns": None,
