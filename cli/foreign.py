@@ -146,6 +146,12 @@ def _which_taps(source: Path, layout: Layout, facts: TargetFacts) -> str:
     )
 
 
+def layout_json(layout: Layout) -> dict[str, Any]:
+    """As --json prints it."""
+    taps = None if layout.taps is None else [str(tap) for tap in layout.taps]
+    return {**{name: value for name, value in vars(layout).items() if not name.startswith("_")}, "taps": taps}
+
+
 def guessed_taps(layout: Layout, facts: TargetFacts | None) -> list[str]:
     """Lines on what the slots may be, each saying what it rests on."""
     from eyas.taps.conventions import resolve

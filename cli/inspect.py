@@ -106,7 +106,7 @@ def _verify(dataset: Path, state: LedgerState, workers: int) -> list[Problem]:
 
 
 def _inspect_foreign(folder: Path, options: dict[str, Any]) -> None:
-    from eyas.cli.foreign import facts_of, guessed_taps, target_identity
+    from eyas.cli.foreign import facts_of, guessed_taps, layout_json, target_identity
     from eyas.standardize.foreign_report import LOOKED_AT, report_foreign
     from eyas.standardize.formats.registry import detect, open_reader
 
@@ -128,7 +128,7 @@ def _inspect_foreign(folder: Path, options: dict[str, Any]) -> None:
         )
     taps = guessed_taps(layout, facts)
     if options["as_json"]:
-        click.echo(json.dumps({"folder": str(folder), **asdict(report), "taps": taps}, default=str))
+        click.echo(json.dumps({"folder": str(folder), **asdict(report), "layout": layout_json(layout), "taps": taps}))
     else:
         _print_foreign(folder, report, taps)
     if report.bad and everything:

@@ -345,6 +345,7 @@ def _print_dataset(request: Request | ForeignRequest, summary: Summary) -> None:
 
 
 def _standardize_foreign(options: dict[str, Any], should_stop: Callable[[], bool]) -> None:
+    from eyas.cli.foreign import layout_json
     from eyas.standardize.foreign import import_folder
 
     request = _foreign_request(options)
@@ -356,9 +357,7 @@ def _standardize_foreign(options: dict[str, Any], should_stop: Callable[[], bool
         import_folder(request, workers=options["workers"], shard_bytes=shard_bytes, should_stop=should_stop), request
     )
     if options["as_json"]:
-        click.echo(
-            json.dumps({**asdict(summary), "out": str(request.out), "layout": asdict(request.layout)}, default=str)
-        )
+        click.echo(json.dumps({**asdict(summary), "out": str(request.out), "layout": layout_json(request.layout)}))
     else:
         _print_dataset(request, summary)
         click.echo(f"this run: {summary.num_written:,} shards written, from {request.layout.format} "

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from eyas.shards.tensor_files import TensorFileError, read_tensor_file
 from eyas.standardize.formats.base import ForeignFileError, ForeignSample, FormatError, Layout
 from eyas.standardize.formats.hidden_states_file import StatesShape, read_states
@@ -62,7 +64,7 @@ class ArrowReader:
                 raise ForeignFileError(
                     item, f"the Arrow dataset has no row {row}, only {len(self._tokens):,}"
                 ) from None
-            if not torch.equal(ids, torch.from_numpy(row_ids)):
+            if not np.array_equal(ids.numpy(), row_ids):
                 raise ForeignFileError(
                     item, f"its {len(ids):,} token_ids are not the {len(row_ids):,} input_ids of row {row}"
                 )
