@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +148,10 @@ def _which_taps(source: Path, layout: Layout, facts: TargetFacts) -> str:
 
 def layout_json(layout: Layout) -> dict[str, Any]:
     """As --json prints it."""
+    from eyas.standardize.formats.base import Layout
+
     taps = None if layout.taps is None else [str(tap) for tap in layout.taps]
-    return {**{name: value for name, value in vars(layout).items() if not name.startswith("_")}, "taps": taps}
+    return {**{field.name: getattr(layout, field.name) for field in fields(Layout)}, "taps": taps}
 
 
 def guessed_taps(layout: Layout, facts: TargetFacts | None) -> list[str]:

@@ -45,7 +45,7 @@ def open_reader(folder: Path, layout: Layout) -> Reader:
 
 def describe(folder: Path) -> str:
     """A description (TOML) of a dump, as far as its files show it. Raises FormatError."""
-    text: str = _module("dump", "describe").describe(folder)
+    text: str = _module("dump", "guess").describe(folder)
     return text
 
 

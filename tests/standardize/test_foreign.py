@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -301,13 +305,13 @@ def test_tokens_without_a_mask_are_rejected(tmp_path: Path, standard: Path, samp
 def test_refusals(tmp_path: Path, standard: Path, theirs: Path) -> None:
     vllm = export(standard, tmp_path / "vllm", "vllm")
     taps = parse_taps("after:1,after:3,after:5")
-    with pytest.raises(FormatError, match="holds 3 slots of features .* and 2 taps were given"):
+    with pytest.raises(FormatError, match=r"holds 3 slots of features .* and 2 taps were given"):
         imported(theirs, tmp_path / "no", "speculators", taps[:2])
     with pytest.raises(TapError, match="ascending"):
         imported(theirs, tmp_path / "no", "speculators", taps[::-1])
-    with pytest.raises(FormatError, match="keeps no loss mask .*--prepared"):
+    with pytest.raises(FormatError, match=r"keeps no loss mask .*--prepared"):
         imported(vllm, tmp_path / "no", "vllm", (*taps, LAST))
-    with pytest.raises(FormatError, match="--last-hidden final: .* holds after:7"):
+    with pytest.raises(FormatError, match=r"--last-hidden final: .* holds after:7"):
         imported(theirs, tmp_path / "no", "speculators", taps, last_hidden=FINAL)
     with pytest.raises(FormatError, match=r"none of its 12 samples .*\n .*no such tokens"):
         imported(vllm, tmp_path / "no", "vllm", (*taps, LAST), mask_of=masks_of([]))
@@ -328,6 +332,81 @@ def test_what_looks_like_no_format(tmp_path: Path) -> None:
 def test_a_folder_is_told_from_all_others(tmp_path: Path, standard: Path, theirs: Path) -> None:
     assert detect(theirs).format == "speculators"
     assert detect(export(standard, tmp_path / "vllm", "vllm")).format == "vllm"
+
+
+# --- stopping -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [5, 15])  # in the first pass, in the second
+def test_stopped_it_seals_what_is_complete_and_goes_on(tmp_path: Path, standard: Path, samples, at: int) -> None:
+    taps, out = parse_taps(f"after:1,after:3,after:5,{LAST}"), export(standard, tmp_path / "out", "vllm")
+    asked, stop, known = iter(range(1_000)), threading.Event(), masks_of(samples)
+
+    def stopping_mask_of(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+        if next(asked) >= at:
+            stop.set()
+            time.sleep(0.3)  # longer than the run looks away
+        return known(ids)
+
+    early = imported(out, tmp_path / "again", "vllm", taps, mask_of=stopping_mask_of, should_stop=stop.is_set)
+    assert early.stopped_early
+    assert (read_ledgers(tmp_path / "again").num_samples > 0) == (at > len(samples))
+    late = imported(out, tmp_path / "again", "vllm", taps, mask_of=known)
+    assert not late.stopped_early
+    check(tmp_path / "again", samples)
+
+
+def test_a_disk_budget_piecewise(tmp_path: Path, standard: Path, theirs: Path) -> None:
+    out, away = tmp_path / "out", tmp_path / "away"
+    limit, runs = 12_000, 0
+    while True:
+        summary = write_rows(
+            Dataset.open(standard), out, create_writer("speculators"), format="speculators", max_disk=limit
+        )
+        runs += 1
+        assert sum(path.stat().st_size for path in out.rglob("hs_*")) <= limit
+        for path in list(out.rglob("hs_*")):
+            moved = away / path.relative_to(out)
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(path, moved)
+        if summary.stopped is None:
+            break
+        assert summary.stopped == "max disk"
+        assert summary.num_new > 0
+    assert runs > 2
+    shutil.copytree(out, away, dirs_exist_ok=True)
+    for path in theirs.rglob("*"):
+        if path.is_file():
+            assert (away / path.relative_to(theirs)).read_bytes() == path.read_bytes()
+    with pytest.raises(FormatError, match=r"--max-disk 100: sample .* alone takes"):
+        write_rows(Dataset.open(standard), tmp_path / "no", create_writer("vllm"), format="vllm", max_disk=100)
+
+
+@pytest.mark.parametrize(("field", "message"), [("f_bavail", "bytes, and the disk has"), ("f_favail", "inodes free")])
+def test_too_small_a_disk_is_refused_with_numbers(tmp_path, standard, monkeypatch, field, message) -> None:
+    real = os.statvfs
+
+    def small(path: Any) -> Any:
+        found = real(path)
+        names = [name for name in dir(found) if name.startswith("f_")]
+        return SimpleNamespace(**{name: getattr(found, name) for name in names} | {field: 3, "f_files": 9})
+
+    monkeypatch.setattr(os, "statvfs", small)
+    with pytest.raises(FormatError, match=message):
+        export(standard, tmp_path / "out", "vllm")
+    assert not list(tmp_path.glob("out/*.safetensors"))
+    write_rows(Dataset.open(standard), tmp_path / "out", create_writer("vllm"), format="vllm", max_disk=1 << 30)
+
+
+def test_another_export_in_the_same_folder_is_refused(tmp_path: Path, standard: Path, theirs: Path) -> None:
+    with pytest.raises(FormatError, match="format differ"):
+        export(standard, theirs, "vllm")
+    with pytest.raises(FormatError, match="options differ"):
+        export(standard, theirs, "speculators", options={"draft vocabulary": "00"})
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    with pytest.raises(FormatError, match="is not empty"):
+        export(standard, tmp_path / "full", "vllm")
 
 
 # --- kills --------------------------------------------------------------------------------------
