@@ -130,6 +130,7 @@ def write_rows(
     ids = dataset.sample_ids() if sample_ids is None else sample_ids
     contents = _contents(dataset, format, ids, options or {})
     if _is_complete(out, contents):
+        (out / JOURNAL_FILE).unlink(missing_ok=True)  # of a run that was killed in its last instant
         return _summary(len(ids), np.ones(len(ids), np.bool_), _Progress(), None)
     if out.is_dir() and not (out / JOURNAL_FILE).exists() and any(not p.name.startswith(".") for p in out.iterdir()):
         raise FormatError(f"{out} is not empty: give a new folder")
