@@ -53,7 +53,8 @@ from eyas.shards.remote import RemoteError, RemoteMissingError, Store, proven
 from eyas.shards.token_counts import TOKEN_COUNTS_FILE, counted_shards, shards_fingerprint
 from eyas.taps.errors import EyasError
 
-_TRIES = 6  # waits of 1, 2, 4, 8 and 16 seconds between them, beyond what the file systems try themselves
+_TRIES = 6  # beyond what the file systems try themselves
+_PAUSE_SECONDS = 1.0  # before the second try; twice as long before each further one
 _POLL_SECONDS = 0.2
 _SHOWN = 5
 Result = TypeVar("Result")
@@ -490,7 +491,7 @@ class _Run:
                         f"{error}. Given up after {_TRIES} tries; what is there stays: run the same command again",
                         transient=False,
                     ) from error
-                pause = 2.0 ** (attempt - 1)
+                pause = _PAUSE_SECONDS * 2 ** (attempt - 1)
                 message = f"{error}: try {attempt} of {_TRIES}, again in {pause:.0f} s"
                 self.events.put(Noticed(message=message))
                 self._stopping.wait(pause)
