@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, publish
+from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, publish, remove_temporaries
 from eyas.shards.errors import ShardError, ShardWriteError
 from eyas.shards.identity import (
     IDENTITY_FILE,
@@ -583,6 +583,9 @@ class _FolderEnd:
 
     def begin(self, identity: DatasetIdentity) -> None:
         create_or_match(self._folder, identity)
+        rejects = self._folder / REJECTS_FOLDER
+        if rejects.is_dir():
+            remove_temporaries(rejects)  # a capture writes none there
         for problem in recover(self._folder, identity):
             self._run.events.put(Noticed(message=f"{self._folder}/{problem}"))
         self._named = {entry.shard for entry in read_ledgers(self._folder).entries}

@@ -2,7 +2,7 @@
 
     python kill_transfer.py K SOURCE DESTINATION
 
-Calls that change something are those of os (kill_points.py) and the requests to S3. Prints "done" where it is through
+Calls that change something are those of os (killer.py) and the requests to S3. Prints "done" where it is through
 before the k-th.
 """
 
@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 import s3fs
-from kill_points import Killer
+from killer import Killer
 
 from eyas.shards.remote import open_store
 from eyas.shards.transfer import transfer
@@ -29,8 +29,9 @@ def main() -> None:
         if method in ("get_object", "head_object", "list_objects_v2"):
             return await real(self, method, *args, **options)
         killer.left -= 1
+        last = not killer.left  # others are under way
         result = await real(self, method, *args, **options)
-        if not killer.left:
+        if last:
             print(f"killed {method}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return result

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 from eyas.cli.main import main
 from eyas.shards import remote, transfer
 from eyas.shards.dataset import Dataset
-from eyas.shards.ledger import format_line, read_ledgers
+from eyas.shards.ledger import format_line, parse_ledger, read_ledgers
 from eyas.shards.rejects import append_reject, read_rejects
 from eyas.shards.remote import STORES, RemoteError, Store, open_store
 from eyas.shards.token_counts import count_targets, read_token_counts, write_token_counts
@@ -80,13 +80,17 @@ def done(*arguments: object) -> dict[str, Any]:
 
 
 def files(folder: Path) -> dict[str, object]:
-    """Every file of a dataset: its bytes, or, of ledgers, whose order is free, its lines."""
+    """Every file of a dataset: its bytes, or, of ledgers, whose order and times are free, what else its lines say."""
     found: dict[str, object] = {}
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if path.is_file() and name != ".lock":
             content = path.read_bytes()
-            found[name] = set(content.split(b"\n")) if name.startswith("ledger/") else content
+            found[name] = content
+            if name.startswith("ledger/"):
+                lines, torn = parse_ledger(content, path.stem, name)
+                assert not torn
+                found[name] = [replace(line, seconds=0.0, sealed_at=0.0) for line in lines]
     return found
 
 
@@ -324,7 +328,7 @@ def test_a_kill_at_any_call_is_gone_on_from(
             shutil.rmtree(back)
             if direction == "upload":
                 s3.empty()
-        k += 1
+        k += 1 if k < 6 else 3
     assert child.stdout.endswith("done\n")
     assert k > 6
     expected = {"put_object"} if direction == "upload" else {"rename", "fsync", "write", "open"}
