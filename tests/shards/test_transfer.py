@@ -27,6 +27,7 @@ from eyas.shards.rejects import append_reject, read_rejects
 from eyas.shards.remote import STORES, RemoteError, Store, open_store
 from eyas.shards.token_counts import count_targets, read_token_counts, write_token_counts
 from eyas.shards.validate import validate
+from tests.shards.hub import LocalHub, local_hub
 from tests.shards.s3 import LocalS3, local_s3
 
 SHARD = "shards/host-0-000001.safetensors"
@@ -511,3 +512,65 @@ def test_credentials_and_buckets_in_plain_words(
     assert result.exit_code == 1
     assert "Unable to locate credentials" in result.stderr
     assert "AWS_ACCESS_KEY_ID" in result.stderr
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    """A local hub, for commands in processes of their own (huggingface_hub reads its environment at import)."""
+    with local_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield hub
+
+
+def process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "eyas.cli.main", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_hub_gets_shards_and_the_ledger_that_names_them_in_one_commit(
+    hub: LocalHub, tmp_path: Path, tiny: type[Any]
+) -> None:
+    data, url = standard(tmp_path / "data", tiny), "hf://datasets/user/name/kimi"
+    hub.failures = [412, 503]  # somebody else commits; the hub is busy
+    up = process("upload", data, url)
+    assert up.returncode == 0, up.stderr
+    assert "try 1 of 6" in up.stderr
+    assert hub.commits[0] == ["kimi/dataset.json"]
+    seen: set[str] = set()
+    for commit in hub.commits[1:-1]:
+        assert commit[-1] == "kimi/ledger/host-0.jsonl"
+        seen |= set(commit[:-1])
+    assert seen == {f"kimi/shards/{entry.shard}" for entry in read_ledgers(data).entries}
+    assert hub.commits[-1] == ["kimi/token_counts.safetensors"]
+    down = process("download", url, tmp_path / "back")
+    assert down.returncode == 0, down.stderr
+    assert files(tmp_path / "back") == files(data)
+    again = process("upload", data, url, "--verify", "--json")
+    assert again.returncode == 0, again.stderr
+    summary = json.loads(again.stdout)
+    assert (summary["num_there"], summary["num_placed"], summary["num_verified"]) == (3, 0, 3)
+
+
+def test_the_hub_mends_and_refuses_too(hub: LocalHub, data: Path, tmp_path: Path) -> None:
+    assert process("upload", data, "hf://datasets/user/name").returncode == 0
+    good = hub.files[SHARD]
+    hub.files[SHARD] = good[:-1] + b"?"
+    down = process("download", "hf://datasets/user/name", tmp_path / "back")
+    assert down.returncode == 1
+    assert SHARD in down.stderr
+    assert process("upload", data, "hf://datasets/user/name", "--verify").returncode == 0
+    assert hub.files[SHARD] == good
+    flip(data / "shards/host-0-000002.safetensors")
+    hub.files = {".gitattributes": b"", "README.md": b"# A card"}
+    up = process("upload", data, "hf://datasets/user/name")
+    assert up.returncode == 1
+    assert "host-0-000002.safetensors" in up.stderr
+    assert sum(name.startswith("shards/") for name in hub.files) == 2
+    none = process("upload", data, "hf://datasets/user/other")
+    assert none.returncode == 1
+    assert "hf repos create user/other --repo-type dataset" in none.stderr
+    assert "Traceback" not in none.stderr
