@@ -574,3 +574,47 @@ def test_the_hub_mends_and_refuses_too(hub: LocalHub, data: Path, tmp_path: Path
     assert none.returncode == 1
     assert "hf repos create user/other --repo-type dataset" in none.stderr
     assert "Traceback" not in none.stderr
+
+
+def test_a_capture_that_seals_during_an_upload(
+    memory: Any, data: Path, tmp_path: Path, tiny: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity, real, seeds = tiny.identity(), Store.blocks, iter(range(40, 80, 4))
+
+    def blocks(self: Store, name: str) -> Iterator[bytes]:
+        if name.startswith("shards/"):
+            tiny.write(data, identity, tiny.samples(identity, 4, first_seed=next(seeds)))
+            consistent("memory://box/data")
+        yield from real(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "blocks", blocks)
+        result = eyas("upload", data, "memory://box/data", "--workers", "1", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["num_placed"] == 3
+    assert consistent("memory://box/data") == 3
+    done("upload", data, "memory://box/data")
+    done("download", "memory://box/data", tmp_path / "back")
+    assert files(tmp_path / "back") == files(data)
+
+
+def test_google_cloud_storage(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against an emulator, where gcsfs and it are installed: both are heavy, so the extra `dev` has neither."""
+    pytest.importorskip("gcsfs")
+    server = pytest.importorskip("gcp_storage_emulator.server").create_server(
+        "127.0.0.1", 0, in_memory=True, default_bucket="bucket"
+    )
+    server.start()
+    try:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server._api._httpd.server_port}")
+        monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "none")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr(remote, "_PART_BYTES", 1 << 10)  # gcsfs makes it 256 KiB, and still sends by parts
+        assert done("upload", data, "gs://bucket/data", "--verify")["num_verified"] == 3
+        done("download", "gs://bucket/data", tmp_path / "back")
+        assert files(tmp_path / "back") == files(data)
+        result = eyas("upload", data, "gs://no-such-bucket/data")
+        assert result.exit_code == 1
+        assert "gcloud storage buckets create" in result.stderr
+    finally:
+        server.stop()
