@@ -78,6 +78,10 @@ def proven(blocks: Iterator[bytes], entry: SealedShard, where: str) -> Iterator[
     yield held
 
 
+def _md5(content: bytes = b"") -> Any:
+    return hashlib.md5(content, usedforsecurity=False)
+
+
 class Store:
     """A folder of a file system that fsspec speaks to. Names are relative to it, with forward slashes.
 
@@ -86,6 +90,7 @@ class Store:
 
     publish_seconds = 10.0  # at least so long between two publications of ledgers
     folder: Path | None = None  # where the store is a local folder
+    _etags = False  # whether it gives each file an ETag that may be its MD5
     _errors: tuple[type[Exception], ...] = (OSError,)  # what the file system raises
     _missing: tuple[type[Exception], ...] = (FileNotFoundError,)  # and among it, for a file that is not there
 
@@ -164,26 +169,24 @@ class Store:
         return self._fs.open(path, "rb", block_size=BLOCK_BYTES, cache_type="none")
 
     def _write_stream(self, name: str, blocks: Iterator[bytes], num_bytes: int) -> str | None:
-        """Write a file that appears at the end of ``blocks``; the MD5 that S3 gives such an upload."""
+        """Write a file that appears at the end of ``blocks``; returns the MD5 that S3 has as its ETag."""
         part_bytes = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS >> 20 << 20))
-        part, digests = bytearray(), []
         with self._faults(name):
             if num_bytes <= part_bytes:
                 content = b"".join(blocks)
                 self._fs.pipe_file(self._path(name), content)
-                return hashlib.md5(content, usedforsecurity=False).hexdigest()
+                return _md5(content).hexdigest() if self._etags else None
+            part, num_part, digests = _md5(), 0, []
             file = self._fs.open(self._path(name), "wb", block_size=part_bytes, autocommit=False)
             try:
                 for block in blocks:
-                    part += block
-                    while len(part) >= part_bytes:
-                        whole = bytes(part[:part_bytes])
-                        digests.append(hashlib.md5(whole, usedforsecurity=False).digest())
-                        file.write(whole)
-                        del part[:part_bytes]
-                if part:
-                    digests.append(hashlib.md5(part, usedforsecurity=False).digest())
-                    file.write(bytes(part))
+                    file.write(block)  # which sends what it has as a part, once that is part_bytes or more
+                    if self._etags:
+                        part.update(block)
+                        num_part += len(block)
+                        if num_part >= part_bytes:
+                            digests.append(part.digest())
+                            part, num_part = _md5(), 0
                 file.close()
             except BaseException:
                 file.closed = True  # or its finalizer would write what there is
@@ -191,7 +194,10 @@ class Store:
                     file.discard()
                 raise
             file.commit()
-        return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
+        if not self._etags:
+            return None
+        digests += [part.digest()] * (num_part > 0)
+        return f"{_md5(b''.join(digests)).hexdigest()}-{len(digests)}"
 
     def _compare(self, entry: SealedShard, info: Mapping[str, Any], checksum: str | None) -> None:
         """Compare what was written with the checksum that the store knows. Raises RemoteError."""
@@ -242,6 +248,8 @@ class FolderStore(Store):
 class S3Store(Store):
     """s3://bucket/prefix, by s3fs. Objects appear whole; S3 itself checks what each request carries."""
 
+    _etags = True
+
     def __init__(self, url: str, root: str) -> None:
         try:
             import s3fs
@@ -254,7 +262,6 @@ class S3Store(Store):
         self._errors = (OSError, BotoCoreError, ClientError, ConnectionFault, asyncio.TimeoutError)
         # Instances are made anew: one that is cached keeps the event loop and the credentials of its first use.
         super().__init__(url, root, s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True))
-        self._etag_is_md5 = True
 
     def _compare(self, entry: SealedShard, info: Mapping[str, Any], checksum: str | None) -> None:
         """An ETag is the MD5 of what was stored, or, of several parts, of their MD5s; under some encryptions it is not.
@@ -262,7 +269,7 @@ class S3Store(Store):
         So one that differs proves nothing yet: the object is read back, and its bytes decide.
         """
         etag = str(info.get("ETag", "")).strip('"')
-        if not self._etag_is_md5 or etag == checksum or len(etag) != len(checksum or ""):
+        if etag == checksum or len(etag) != len(checksum or ""):
             return
         name = f"{SHARDS_FOLDER}/{entry.shard}"
         try:
@@ -270,7 +277,7 @@ class S3Store(Store):
                 pass
         except ShardError as error:
             raise RemoteError(f"{self.where(name)}: stored with other bytes: {error.what}", transient=True) from error
-        self._etag_is_md5 = False
+        self._etags = False  # it would be read back each time
 
     def _transient(self, error: Exception) -> bool:
         from botocore.exceptions import BotoCoreError, HTTPClientError, ResponseStreamingError

@@ -149,7 +149,7 @@ def test_up_and_down_again_gives_the_same_bytes(
 def test_a_shard_of_many_parts(s3: LocalS3, tmp_path: Path, tiny: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A multipart upload, whose ETag is compared; a damaged one is given up before it can be seen."""
     monkeypatch.setattr(remote, "_PART_BYTES", 5 << 20)
-    monkeypatch.setattr(remote, "BLOCK_BYTES", 3 << 20)
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 1 << 20)
     identity = tiny.identity(hidden_size=1024, dtype="float32", last_hidden=None)
     tiny.write(tmp_path / "data", identity, [tiny.sample(identity, 0, 1000)])  # 12 MB
     (entry,) = read_ledgers(tmp_path / "data").entries
