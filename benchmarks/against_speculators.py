@@ -3,13 +3,15 @@
     python benchmarks/against_speculators.py data WORK --conversations smol-sharegpt.jsonl.gz --target TARGET
     python benchmarks/against_speculators.py eyas WORK --name best --seeds 0 1 2 --options "--optimizer muon"
     python benchmarks/against_speculators.py speculators WORK --name theirs --seeds 0 1 2
-    python benchmarks/against_speculators.py judge WORK --prompts mt_bench.jsonl gsm8k.jsonl
+    python benchmarks/against_speculators.py collect WORK --out DRAFTS
+    python benchmarks/against_speculators.py judge WORK --drafts DRAFTS --prompts mt_bench.jsonl gsm8k.jsonl
 
 ``data`` splits the conversations once into training, validation and a test part that nobody trains on, captures both
 with eyas (taps after:1,14,26) and writes the first as speculators reads it, training rows first, so that its
 --train-data-ratio makes the same validation split. Both train 3 epochs with a draft vocabulary of 16 384 ids, the same
-one; speculators with its defaults but for the loss implementation (its fused loss crashed under torch 2.11). ``judge``
-measures every draft on the test part, greedily at 3 steps, and with --prompts by real decoding.
+one; speculators with its defaults but for the loss implementation (its fused loss crashed under torch 2.11).
+``collect`` copies the best checkpoint of each, without optimizer, with its wall time. ``judge`` measures every draft of
+a folder on the test part, greedily at 3 steps, and with --prompts by real decoding.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import argparse
 import gzip
 import json
 import random
+import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -39,7 +43,12 @@ COMMON = ["--draft-vocab-size", VOCAB, "--epochs", EPOCHS, "--ttt-steps", 3]
 
 def eyas(*arguments: object) -> str:
     command = [sys.executable, "-m", "eyas.cli.main", *map(str, arguments)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    started, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"eyas {arguments[0]}: {time.time() - started:.0f} s, {processor:.0f} s of processor", flush=True)
+    return output
 
 
 def data(options: argparse.Namespace) -> None:
@@ -64,8 +73,10 @@ def data(options: argparse.Namespace) -> None:
     ids = np.array([sample for shard in dataset.iter_shards() for sample in shard.sample_ids])
     held_out = validation_mask(parse_sample_ids(ids.tolist()), VALIDATION)
     order = [*ids[~held_out].tolist(), *ids[held_out].tolist()]
+    started, before = time.time(), time.process_time()
     writer = create_writer("speculators", d2t=vocabulary.d2t, t2d=vocabulary.t2d)
     write_rows(dataset, work / "speculators", writer, format="speculators", sample_ids=order)
+    print(f"export: {time.time() - started:.0f} s, {time.process_time() - before:.0f} s of processor", flush=True)
     share = (int((~held_out).sum()) + 0.5) / len(ids)
     facts = {"target": str(target), "train_share": share, "samples": len(ids), "tokens": dataset.num_tokens}
     (work / "facts.json").write_text(json.dumps(facts))
@@ -99,30 +110,43 @@ def train_theirs(options: argparse.Namespace, facts: dict[str, object]) -> None:
         print(f"{out.name}: {time.time() - started:.0f} s", flush=True)
 
 
+def collect(options: argparse.Namespace, facts: dict[str, object]) -> None:
+    for wall in sorted(options.work.glob("*/wall.json")):
+        run, out = wall.parent, options.out / wall.parent.name
+        if run.name.startswith("eyas-"):
+            best = (
+                run
+                / "checkpoints"
+                / json.loads((run / "checkpoints" / "best.json").read_text())["checkpoint"]
+                / "draft"
+            )
+        else:
+            best = (run / "checkpoint_best").resolve()
+        shutil.copytree(best, out, ignore=lambda _, names: [name for name in names if "optim" in name])
+        shutil.copy(wall, out)
+
+
 def judge(options: argparse.Namespace, facts: dict[str, object]) -> None:
-    drafts = {run.name: run for run in sorted(options.work.glob("eyas-*")) if (run / "wall.json").exists()}
-    for out in sorted(options.work.glob("speculators-*-*")):
-        if (out / "wall.json").exists():
-            drafts[out.name] = max((p for p in out.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
-    drafts = {name: path for name, path in drafts.items() if options.name in name}
-    for name, path in drafts.items():
-        wall = json.loads((options.work / name / "wall.json").read_text())
-        report = json.loads(eyas("eval", path, "--target", facts["target"], "--dataset", options.work / "test",
+    target = options.target or facts["target"]
+    for draft in sorted(wall.parent for wall in options.drafts.glob("*/wall.json")):
+        if options.name not in draft.name:
+            continue
+        label = f"{draft.name:<28} {json.loads((draft / 'wall.json').read_text()):5.0f} s "
+        report = json.loads(eyas("eval", draft, "--target", target, "--dataset", options.work / "test",
                                  "--validation", 0, "--draft-tokens", 3, "--json"))  # fmt: skip
         (found,) = report["held_out"].values()
-        line = f"{name:<40} {wall:5.0f} s  accepted length {found['accepted_length']:.3f}  "
-        line += " / ".join(f"{share:.3f}" for share in found["acceptance"])
+        steps = " / ".join(f"{share:.3f}" for share in found["acceptance"])
+        print(f"{label} test part: accepted length {found['accepted_length']:.3f}, {steps}", flush=True)
         for prompts in options.prompts:
-            report = json.loads(eyas("eval", path, "--target", facts["target"], "--decode", prompts, "--draft-tokens",
+            report = json.loads(eyas("eval", draft, "--target", target, "--decode", prompts, "--draft-tokens",
                                      3, "--max-prompts", options.max_prompts, "--json"))  # fmt: skip
             (tally,) = report["decoding"]["tallies"]
-            line += f"  {prompts.stem} {tally['accepted_length']:.3f}"
-        print(line, flush=True)
+            print(f"{label} {prompts.stem}: accepted length {tally['accepted_length']:.3f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["data", "eyas", "speculators", "judge"])
+    parser.add_argument("what", choices=["data", "eyas", "speculators", "collect", "judge"])
     parser.add_argument("work", type=Path)
     parser.add_argument("--conversations", type=Path)
     parser.add_argument("--target", type=Path)
@@ -131,6 +155,8 @@ def main() -> None:
     parser.add_argument("--name", default="")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--options", default="", help="further options of the trainer")
+    parser.add_argument("--out", type=Path, help="of collect")
+    parser.add_argument("--drafts", type=Path, help="of judge")
     parser.add_argument("--prompts", type=Path, nargs="*", default=[])
     parser.add_argument("--max-prompts", type=int, default=80)
     options = parser.parse_args()
@@ -138,7 +164,8 @@ def main() -> None:
         data(options)
         return
     facts = json.loads((options.work / "facts.json").read_text())
-    {"eyas": train_ours, "speculators": train_theirs, "judge": judge}[options.what](options, facts)
+    steps = {"eyas": train_ours, "speculators": train_theirs, "collect": collect, "judge": judge}
+    steps[options.what](options, facts)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from eyas.cli.recipe import RECIPE_FILE, apply_recipe, load_recipe
 from eyas.taps.errors import EyasError, UsageError
 
 # In the order of the data flow, which is how --help lists them.
-COMMANDS = ("prepare", "regenerate", "capture", "status", "standardize", "check", "train", "eval", "export", "inspect")
+COMMANDS = ("prepare", "regenerate", "capture", "status", "standardize", "check", "train", "eval", "export", "inspect",
+            "upload", "download")  # fmt: skip
 
 ARGUMENTS = "eyas.arguments"  # key of ctx.meta: the arguments as given, for commands that start themselves again
 
@@ -88,6 +89,7 @@ def main() -> None:
     eyas train standard run --target TARGET
     eyas eval run --decode prompts.jsonl
     eyas inspect standard --verify
+    eyas upload standard hf://datasets/USER/NAME
 
     Every command can be killed at any time and run again. Exit status: 0 done, 1 failed, 2 wrong usage, 3 check found
     a mismatch, 75 stopped early with work left (run it again).

@@ -155,14 +155,23 @@ def read_identity(dataset: Path) -> DatasetIdentity:
     """Read ``dataset``/dataset.json. Raises IdentityError."""
     path = dataset / IDENTITY_FILE
     try:
-        body = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise IdentityError(f"{dataset}: no {IDENTITY_FILE} there, so this is no eyas dataset") from error
-    except (NotADirectoryError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except NotADirectoryError as error:
         raise IdentityError(f"{path}: unreadable ({error})") from error
+    return parse_identity(content, where=str(path))
+
+
+def parse_identity(content: bytes, *, where: str) -> DatasetIdentity:
+    """The identity that dataset.json holds as ``content``. Raises IdentityError, naming ``where``."""
+    try:
+        body = json.loads(content)
+    except ValueError as error:
+        raise IdentityError(f"{where}: unreadable ({error})") from error
     if not isinstance(body, dict):
-        raise IdentityError(f"{path}: expected a JSON object")
-    return DatasetIdentity.from_json(body, where=str(path))
+        raise IdentityError(f"{where}: expected a JSON object")
+    return DatasetIdentity.from_json(body, where=where)
 
 
 def create_or_match(dataset: Path, identity: DatasetIdentity) -> None:

@@ -14,7 +14,7 @@ import gc
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -131,14 +131,26 @@ def read_ledgers(dataset: Path) -> LedgerState:
     Modifies nothing and opens no shard. A line counts only where its shard is there with the recorded size; every
     exception is listed in ``problems``. While a capture runs, its temporary file shows up there too.
     """
+    ledgers = ((path.stem, path.read_bytes(), str(path)) for path in _ledgers(dataset))
+    return ledger_state(ledgers, lambda: _shard_sizes(dataset))
+
+
+def ledger_state(
+    ledgers: Iterable[tuple[str, bytes, str]], shard_sizes: Callable[[], Mapping[str, int]]
+) -> LedgerState:
+    """read_ledgers() of a dataset that need not be a local folder.
+
+    ledgers: worker, content and, for messages, the place of each ledger. shard_sizes: lists the shards folder, name to
+    bytes; called once all ledgers are read, so that what a ledger names is there. Raises LedgerError.
+    """
     entries: list[SealedShard] = []
     problems: list[Problem] = []
     with _no_garbage_collection():
-        for ledger in _ledgers(dataset):
-            lines, torn = _read_ledger(ledger)
+        for worker, content, where in ledgers:
+            lines, torn = parse_ledger(content, worker, where)
             entries += lines
-            problems += [Problem("torn line", f"{LEDGER_FOLDER}/{ledger.name}", message) for message in torn]
-        sizes = _shard_sizes(dataset)
+            problems += [Problem("torn line", f"{LEDGER_FOLDER}/{worker}.jsonl", message) for message in torn]
+        sizes = shard_sizes()
         present = []
         for entry in entries:
             found = sizes.get(entry.shard)
@@ -174,6 +186,12 @@ def check_worker_name(worker: str) -> None:
             f"worker name {worker!r}: expected letters, digits, dots, dashes and underscores, at most 200 in all, the "
             f"first a letter or digit"
         )
+
+
+def ledger_worker(name: str) -> str | None:
+    """The worker whose ledger (or rejects) a file called ``name`` holds; None where it is no such name."""
+    worker, dot, suffix = name.rpartition(".")
+    return worker if dot and suffix == "jsonl" and _WORKER_NAME.fullmatch(worker) else None
 
 
 class WorkerLedger:
@@ -339,8 +357,16 @@ def format_line(shard: SealedShard) -> bytes:
 
 
 def _read_ledger(ledger: Path) -> tuple[list[SealedShard], list[str]]:
-    """The whole lines of a ledger by seq, and a message for each line that is not whole."""
-    written = ledger.read_bytes().split(b"\n")
+    return parse_ledger(ledger.read_bytes(), ledger.stem, str(ledger))
+
+
+def parse_ledger(content: bytes, worker: str, where: str) -> tuple[list[SealedShard], list[str]]:
+    """The whole lines of a worker's ledger by seq, and a message for each line that is not whole.
+
+    Every shard name is proven to be one of that worker's, so that it names a file in the shards folder and no other.
+    Raises LedgerError, naming ``where``.
+    """
+    written = content.split(b"\n")
     lines, torn = [], []
     if written.pop():
         torn.append("the last line is torn, and does not count")
@@ -351,13 +377,13 @@ def _read_ledger(ledger: Path) -> tuple[list[SealedShard], list[str]]:
         else:
             torn.append(f"line {number} is torn or damaged, and does not count")
     try:
-        entries = [_checked(_DECODER.decode(line), ledger.stem) for line in lines]
+        entries = [_checked(_DECODER.decode(line), worker) for line in lines]
         if len({entry.shard for entry in entries}) < len(entries):
             raise ValueError("a shard has two lines")
         entries.sort(key=lambda entry: (len(entry.shard), entry.shard))  # by seq: of one worker, and zero-padded
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise LedgerError(
-            f"{ledger}: whole lines, and yet not what a worker {ledger.stem} writes ({error}): restore the file, or "
+            f"{where}: whole lines, and yet not what a worker {worker} writes ({error}): restore the file, or "
             f"move it away and run the capture again, which verifies its shards and takes them in"
         ) from error
     return entries, torn

@@ -7,6 +7,7 @@ names the shards it was counted from, so that counts older than the shards are s
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,6 +85,16 @@ def read_token_counts(dataset: Path) -> npt.NDArray[np.int64]:
     if counted != shards_fingerprint(read_ledgers(dataset).entries):
         raise TokenCountsError(f"{path} was counted from other shards than are there: {mend}")
     return np.asarray(counts, dtype=np.int64)
+
+
+def counted_shards(content: bytes) -> str | None:
+    """The shards_fingerprint() that token_counts.safetensors, given as bytes, was counted from; None if unreadable."""
+    size = int.from_bytes(content[:8], "little")
+    try:
+        counted = json.loads(content[8 : 8 + size])["__metadata__"]["shards"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return str(counted)
 
 
 def shards_fingerprint(entries: Iterable[SealedShard]) -> str:

@@ -42,9 +42,11 @@ OPTIONS = {
         --verify-ms""",
     "export": "--draft-vocab-size --dtype --engine --json --source-engine --target",
     "inspect": "--from --json --plot --sample --target --trust-remote-code --verify --workers",
+    "upload": "--dry-run --json --verify --workers",
+    "download": "--dry-run --json --workers",
 }
 
-HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "vllm", "sglang")
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "vllm", "sglang", "fsspec", "huggingface_hub")
 
 
 def _command(name: str) -> click.Command:

@@ -12,12 +12,20 @@ from eyas.shards.dataset import Dataset
 from eyas.train.metrics import read_metrics
 from eyas.train.reader import BatchReader, Job
 from eyas.train.samples import read_samples
-from tests.train.tiny_run import run_training, train_config
+from tests.train.tiny_run import make_inputs, run_training, train_config
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FlexAttention compiles for heads of 16 and wider only."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_inputs(folder, hidden_size=64)
+    return folder
 
 
 def test_batches_on_the_gpu_are_those_on_the_cpu(inputs: Path) -> None:

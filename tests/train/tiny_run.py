@@ -24,9 +24,9 @@ def eyas(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def make_inputs(folder: Path, num_samples: int = 60, *, max_tokens: int = 40) -> None:
-    """``folder``/target, /prepared, /captured and /standard."""
-    target = make_target(folder / "target")
+def make_inputs(folder: Path, num_samples: int = 60, *, max_tokens: int = 40, **config: Any) -> None:
+    """``folder``/target (of ``config``), /prepared, /captured and /standard."""
+    target = make_target(folder / "target", **config)
     prepare_rows(folder / "prepared", target, tokenized_rows(num_samples, max_tokens=max_tokens))
     captured = folder / "captured"
     for arguments in (
