@@ -110,6 +110,7 @@ def _import(source: Path, out: Path, options: argparse.Namespace) -> None:
         source,
         out,
         reader,
+        beside="pre-norm",
         target=_target(options.hidden_size),
         tokenizer=TokenizerIdentity(files_hash="0", chat_template_hash=None, probe_hash="0"),
         taps=[after(1), after(15), after(28)],

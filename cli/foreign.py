@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -183,22 +183,25 @@ def guessed_taps(layout: Layout, facts: TargetFacts | None) -> list[str]:
 
 def identified_taps(
     reader: Reader, target: str, facts: TargetFacts, *, trust_remote_code: bool, say: Callable[[str], None]
-) -> tuple[Tap, ...]:
-    """The taps of the slots as a replay of the target finds them, told line by line to ``say``.
+) -> tuple[tuple[Tap, ...], Literal["pre-norm", "post-norm"] | None]:
+    """The taps of the slots, and what the last hidden state beside them is, as a replay of the target finds them.
 
-    Raises EyasError where one is not certain, or the last hidden state is not what the layout says.
+    The findings are told line by line to ``say``. Raises EyasError where one is not certain.
     """
     from eyas.align.replay import replay
+    from eyas.align.stored import LAST_HIDDEN
     from eyas.align.verdict import Report
 
-    source = ForeignSource(reader, facts.num_layers)
+    beside: dict[Tap | None, Literal["pre-norm", "post-norm"]]
+    beside = {after(facts.num_layers - 1): "pre-norm", FINAL: "post-norm"}
+    source = ForeignSource(reader)
     found = replay(source, target, trust_remote_code=trust_remote_code)
     for line in Report(tuple(found.findings)).text().splitlines():
         say(line)
     wrong = [
         slot.name
         for slot, tap in zip(source.slots, found.taps, strict=True)
-        if tap is None or (slot.declared is not None and tap != slot.declared)
+        if tap is None or (slot.name == LAST_HIDDEN and tap not in beside)
     ]
     if wrong:
         raise EyasError(
@@ -206,14 +209,15 @@ def identified_taps(
             f"{'is' if len(wrong) == 1 else 'are'} (above): name the taps with --taps if you know them"
         )
     taps = tuple(tap for tap in found.taps[: reader.layout.num_taps] if tap is not None)
-    say(f"identified: {format_taps(taps)}")
-    return taps
+    last_hidden = found.taps[-1] if reader.layout.last_hidden is not None else None
+    say(f"identified: {format_taps(taps)}{f', last_hidden {last_hidden}' if last_hidden else ''}")
+    return taps, beside.get(last_hidden)
 
 
 class ForeignSource:
     """A reader's samples as the replay takes them (align/stored.py, Source)."""
 
-    def __init__(self, reader: Reader, num_layers: int) -> None:
+    def __init__(self, reader: Reader) -> None:
         from eyas.align.stored import LAST_HIDDEN, Slot
 
         layout = reader.layout
@@ -224,8 +228,7 @@ class ForeignSource:
         self.weights_hash = None
         slots = [Slot(name=f"slot {n}", tensor="features", declared=None) for n in range(layout.num_taps)]
         if layout.last_hidden is not None:
-            last = FINAL if layout.last_hidden == "post-norm" else after(num_layers - 1)
-            slots.append(Slot(name=LAST_HIDDEN, tensor=LAST_HIDDEN, declared=last))
+            slots.append(Slot(name=LAST_HIDDEN, tensor=LAST_HIDDEN, declared=None))
         self.slots: tuple[Slot, ...] = tuple(slots)
 
     def pick(self, num_samples: int) -> list[StoredSample]:

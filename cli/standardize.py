@@ -116,7 +116,7 @@ def command(**options: Any) -> None:
     eyas standardize standard for-speculators --format speculators --draft-vocab-size 32000 --target ./llama
     """
     if options["describe"] is not None:
-        _describe(options["describe"])
+        _describe(options)
         return
     source, out = options["source"], options["out"]
     if source is None or out is None:
@@ -157,10 +157,16 @@ def _refuse_misplaced(options: dict[str, Any], is_dataset: bool) -> None:
             raise UsageError(f"{option}: {why}")
 
 
-def _describe(folder: Path) -> None:
+def _describe(options: dict[str, Any]) -> None:
     from eyas.standardize.formats.registry import describe
 
-    click.echo(describe(folder))
+    sizes: dict[str, int] = {}
+    if options["target"] is not None:
+        from eyas.capture.engines.transformers.load import read_outline
+
+        outline = read_outline(options["target"], trust_remote_code=options["trust_remote_code"])
+        sizes = {"hidden_size": outline.hidden_size, "vocab_size": outline.vocab_size}
+    click.echo(describe(options["describe"], **sizes))
 
 
 def _last_hidden(options: dict[str, Any], num_layers: int) -> Any:
@@ -403,8 +409,9 @@ def _foreign_request(options: dict[str, Any]) -> ForeignRequest:
     reader = open_reader(source, layout)
     identity, outline = target_identity(target, trust_remote_code=trust)
     facts = facts_of(outline)
+    beside = layout.last_hidden
     if options["taps"] == IDENTIFY:
-        taps = identified_taps(
+        taps, beside = identified_taps(
             reader, target, facts, trust_remote_code=trust, say=lambda line: click.echo(line, err=True)
         )
     else:
@@ -419,6 +426,7 @@ def _foreign_request(options: dict[str, Any]) -> ForeignRequest:
         tokenizer=tokenizer,
         taps=taps,
         last_hidden=_last_hidden(options, identity.num_layers),
+        beside=beside,
         codec="raw" if options["codec"] == "captured" else options["codec"],
         mask_of=None if prepared is None else masks_of(prepared, tokenizer, target),
     )

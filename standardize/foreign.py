@@ -79,12 +79,14 @@ def foreign_request(
     tokenizer: TokenizerIdentity,
     taps: Sequence[Tap],
     last_hidden: Tap | Literal["captured", "none"] = "captured",
+    beside: Literal["pre-norm", "post-norm"] | None,
     codec: str = "raw",
     mask_of: MaskOf | None = None,
 ) -> ForeignRequest:
     """Resolve an import. ``taps`` says what the layout's slots are, in their order. Writes nothing.
 
-    last_hidden: "captured" is what the layout keeps beside its slots; where it keeps none, the last of several slots
+    beside: what the last hidden state beside the slots is, the layout's ``last_hidden`` or what a replay found.
+    last_hidden: "captured" takes that; where there is none, the last of several slots
     is it if that is ``after:{L-1}`` or ``final``. "none" leaves it out. A tap must be what one of these gives.
     mask_of: where the loss mask of some tokens is found; the layout's own mask counts first.
 
@@ -102,7 +104,7 @@ def foreign_request(
             f"{source}: {layout.format} keeps no loss mask there, and without one nothing says which tokens are "
             f"targets: give the prepared folder that the tokens came from (--prepared)"
         )
-    feature_taps, kept, from_slot = _last_hidden(source, layout, target, tuple(taps), last_hidden)
+    feature_taps, kept, from_slot = _last_hidden(source, beside, target, tuple(taps), last_hidden)
     return ForeignRequest(
         source=source,
         out=out,
@@ -140,20 +142,23 @@ def _check_layout(source: Path, layout: Layout, target: TargetIdentity, taps: Se
 
 def _last_hidden(
     source: Path,
-    layout: Layout,
+    kind: Literal["pre-norm", "post-norm"] | None,
     target: TargetIdentity,
     taps: tuple[Tap, ...],
     asked: Tap | Literal["captured", "none"],
 ) -> tuple[tuple[Tap, ...], Tap | None, bool]:
     """The features' taps, the dataset's last_hidden, and whether that is the last slot."""
     last = after(target.num_layers - 1)
-    beside = {"pre-norm": last, "post-norm": FINAL, None: None}[layout.last_hidden]
+    beside = {"pre-norm": last, "post-norm": FINAL, None: None}[kind]
     in_slot = taps[-1] if beside is None and len(taps) > 1 and taps[-1] in (last, FINAL) else None
     there = in_slot if beside is None else beside
     if asked == "none":
         return taps, None, False
     if asked not in ("captured", there):
-        raise FormatError(f"--last-hidden {asked}: {source} holds {there or 'none'}")
+        raise FormatError(
+            f"--last-hidden {asked}: {source} holds {there or 'none'}, as far as its format says; a replay finds what "
+            f"it is (--taps identify)"
+        )
     return (taps[:-1] if in_slot else taps), there, in_slot is not None
 
 

@@ -43,9 +43,9 @@ def open_reader(folder: Path, layout: Layout) -> Reader:
     return reader
 
 
-def describe(folder: Path) -> str:
-    """A description (TOML) of a dump, as far as its files show it. Raises FormatError."""
-    text: str = _module("dump", "guess").describe(folder)
+def describe(folder: Path, *, hidden_size: int | None = None, vocab_size: int | None = None) -> str:
+    """A description (TOML) of a dump, as far as its files show it, and the target's sizes. Raises FormatError."""
+    text: str = _module("dump", "guess").describe(folder, hidden_size=hidden_size, vocab_size=vocab_size)
     return text
 
 

@@ -109,6 +109,21 @@ def test_identify_takes_nothing_that_is_not_certain(inputs: Path, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
+def test_identify_finds_a_last_hidden_that_is_not_what_the_format_says(inputs: Path, tmp_path: Path) -> None:
+    shutil.copytree(inputs / "speculators-by-others", tmp_path / "normed")
+    eps = 1e-6
+    weight = load_file(inputs / "target" / "model.safetensors")["model.norm.weight"]
+    for path in (tmp_path / "normed").rglob("hs_*.safetensors"):
+        tensors = load_file(path)
+        last = tensors["hidden_states"][:, -1]
+        tensors["hidden_states"][:, -1] = weight * last * torch.rsqrt(last.square().mean(-1, keepdim=True) + eps)
+        save_file(tensors, path)
+    arguments = ["standardize", tmp_path / "normed", tmp_path / "out", "--target", inputs / "target"]
+    result = eyas(*arguments, "--taps", "identify")
+    assert result.exit_code == 0, result.output
+    assert f"taps {TAPS}, last_hidden final" in result.stdout
+
+
 def test_too_many_rejects_fail_the_run_after_the_rest(inputs: Path, tmp_path: Path) -> None:
     shutil.copytree(inputs / "speculators", tmp_path / "bad")
     bad = tmp_path / "bad" / "hidden_states" / "hs_3.safetensors"

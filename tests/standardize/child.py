@@ -52,6 +52,7 @@ def import_and_die(source: Path, out: Path, calls: int) -> None:
         source,
         out,
         open_reader(source, detect(source, "speculators")),
+        beside="pre-norm",
         target=identity.target,
         tokenizer=identity.tokenizer,
         taps=parse_taps("after:1,after:3,after:5"),

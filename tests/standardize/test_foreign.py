@@ -69,10 +69,12 @@ def imported(
     **options: Any,
 ) -> Summary:
     target = captured_identity(num_samples=1)
+    layout = detect(source, name)
     request = foreign_request(
         source,
         out,
-        open_reader(source, detect(source, name)),
+        open_reader(source, layout),
+        beside=layout.last_hidden,
         target=target.target,
         tokenizer=target.tokenizer,
         taps=taps,
