@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _measured(step: str, source: Path, out: Path, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Seconds, processor seconds and peak bytes of one step in a process of its own; loading libraries does not count."""
+    """Seconds, processor seconds and peak bytes of one step in a process of its own: loading libraries is none."""
     command = [sys.executable, __file__, str(out), "--step", step, "--source", str(source)]
     command += ["--hidden-size", str(options.hidden_size), "--workers", str(options.workers)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
