@@ -20,10 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make_golden import CONVERSATIONS, replayed
+from make_golden import replayed
 
 PORT = 8157
 LAYER_IDS = [2, 4, 5, 8]  # vLLM's: after:1, after:3, after:4 and after the last layer
+SAMPLES = [  # tokenized before: their renderer finds no turns in the tests' template
+    {"input_ids": [1, 4, 12, 13, 2, 1, 5, 14, 15, 16, 2], "loss_mask": [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]},
+    {"input_ids": [1, 4, 20, 2, 1, 5, 21, 2, 1, 4, 22, 2, 1, 5, 23, 24, 2],
+     "loss_mask": [0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1]},
+]  # fmt: skip
 RAW_PROMPTS = [[1, 4, 12, 13, 2, 1, 5, 14], [1, 4, 20, 21, 22, 2, 1, 5, 23, 24, 2]]
 
 
@@ -44,7 +49,7 @@ def serve(target: Path, states: Path) -> subprocess.Popen[bytes]:
     }  # fmt: skip
     command = [
         os.environ["EYAS_VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--port", PORT,
-        "--max-model-len", 256, "--enforce-eager", "--enable-scale-out", "--dtype", "float32",
+        "--max-model-len", 256, "--enforce-eager", "--dtype", "float32",
         "--kv-transfer-config", json.dumps(transfer), "--speculative-config", json.dumps(extract),
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -73,15 +78,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         target = make_target(folder / "target", hidden_size=32, num_attention_heads=1, num_key_value_heads=1)
-        rows = [
-            {"conversations": [{"role": role, "content": text} for role, text in turns]} for turns in CONVERSATIONS
-        ]
-        write_jsonl(folder / "conversations.jsonl", rows)
+        write_jsonl(folder / "samples.jsonl", SAMPLES)
         server = serve(target, folder / "states")
         try:
             endpoint, prepared = f"http://127.0.0.1:{PORT}", folder / "prepared"
-            speculators("prepare-data", "--model", target, "--data", folder / "conversations.jsonl", "--output",
-                        prepared, "--render-endpoint", endpoint, "--num-preprocessing-workers", 1)  # fmt: skip
+            speculators("prepare-data", "--model", target, "--data", folder / "samples.jsonl", "--output",
+                        prepared, "--num-preprocessing-workers", 1)  # fmt: skip
             speculators("generate-offline-data", "--model", target, "--endpoint", f"{endpoint}/v1",
                         "--preprocessed-data", prepared, "--validate-outputs")  # fmt: skip
             for prompt in [*RAW_PROMPTS, [1]]:  # the last one is only there for the engine to step once more
@@ -98,11 +100,13 @@ def main() -> None:
             shutil.copy(path, golden / "vllm")
         from datasets import load_from_disk
 
+        rows = load_from_disk(str(prepared)).with_format(None)
         chats = [
-            {**replayed(target, torch.float32, row["input_ids"]), "input_ids": row["input_ids"]}
-            for row in load_from_disk(str(prepared))
+            replayed(target, torch.float32, row["input_ids"])
+            | {"input_ids": row["input_ids"], "loss_mask": row["loss_mask"]}
+            for row in rows
         ]
-        raw = [{**replayed(target, torch.float32, prompt), "input_ids": prompt} for prompt in [*RAW_PROMPTS, [1]]]
+        raw = [replayed(target, torch.float32, prompt) | {"input_ids": prompt} for prompt in [*RAW_PROMPTS, [1]]]
         (golden / "speculators.json").write_text(json.dumps(chats) + "\n")
         (golden / "vllm.json").write_text(json.dumps(raw) + "\n")
 
