@@ -280,6 +280,7 @@ def _as_json(found: ServeStatus) -> dict[str, object]:
         "reason": found.reason or None,
         "url": url(state.config.host, state.config.listens_on),
         "pid": state.process.pid if state.process is not None else None,
+        "process_group": state.process.pid if state.process is not None else None,  # it leads its own, and a session
         "pids": found.pids,
         "exit_status": found.outcome.exit_status if found.outcome is not None else None,
         "ended_at": found.outcome.ended_at if found.outcome is not None else None,

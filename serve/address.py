@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from eyas.serve.processes import pids
@@ -63,8 +65,11 @@ def unhealthy(host: str, port: int) -> str | None:
     return None if status == http.client.OK else f"/health answers {status}"
 
 
-def _open_files(pid: int) -> list[str]:
+def _open_files(pid: int) -> Iterator[str]:
     try:
-        return [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    except OSError:
-        return []
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except OSError:  # ended, or another user's
+        return
+    for fd in descriptors:
+        with contextlib.suppress(OSError):  # closed since
+            yield os.readlink(f"/proc/{pid}/fd/{fd}")
