@@ -30,7 +30,19 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _FOLDER = click.Path(exists=True, file_okay=False, resolve_path=True)
 _RUN_FOLDER = click.Path(file_okay=False, path_type=Path)
 # Of the options these make the server; the others say what the command does.
-_CONFIGURES = ("engine", "target", "draft", "dataset", "draft_tokens", "host", "port", "tp", "python", "options")
+_CONFIGURES = (
+    "engine",
+    "target",
+    "draft",
+    "dataset",
+    "draft_tokens",
+    "probe",
+    "host",
+    "port",
+    "tp",
+    "python",
+    "options",
+)
 
 
 @click.group(name="serve", short_help="Run an engine's server as a supervised child: start, restart, stop, status.")
@@ -67,6 +79,12 @@ def _server_options(required: bool) -> Callable[[Decorated], Decorated]:
         ),
         click.option(
             "--draft-tokens", type=click.IntRange(1, 64), **default(3), help="Tokens that the draft proposes a cycle."
+        ),
+        click.option(
+            "--probe/--no-probe",
+            **default(False),
+            help="vLLM logs shape, norm and range of what the draft is fed, tap by tap. Where CUDA graphs are replayed "
+            "it shows nothing: --enforce-eager behind the --.",
         ),
         click.option("--host", **default("127.0.0.1"), help="Where to listen; 0.0.0.0: on every address."),
         click.option(

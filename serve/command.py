@@ -36,16 +36,24 @@ _OF_THE_DRAFT = {
 # A server that listens elsewhere, or not in plain HTTP, is not seen to be healthy.
 _ELSEWHERE = {"--uds", "--ssl-keyfile", "--ssl-certfile", "--headless"}
 
+_PROBED = "--worker-extension-cls"
+_PROBE = "eyas.serve.probe"
+
 _RELEASE = """
 import importlib.metadata, importlib.util, json, sys
-module, *names = sys.argv[1:]
+modules, *names = sys.argv[1:]
+def has(module):
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package around it
+        return False
 release = None
 for name in names:
     try:
         release = release or importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
-print(json.dumps([importlib.util.find_spec(module) is not None, release]))
+print(json.dumps([[module for module in modules.split(",") if not has(module)], release]))
 """
 
 
@@ -58,6 +66,7 @@ class ServeConfig:
     draft: str | None = None
     dataset: str | None = None  # what the draft's taps are checked against; the engine never sees it
     draft_tokens: int = 3
+    probe: bool = False  # the engine logs what the draft is fed
     host: str = "127.0.0.1"
     port: int | None = None
     tp: int = 1
@@ -67,11 +76,15 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.dataset is not None and self.draft is None:
             raise UsageError(f"--dataset {self.dataset} is what a draft is checked against: give --draft, too")
+        if self.probe and (self.draft is None or self.engine != "vllm"):
+            raise UsageError("--probe shows what vLLM feeds a draft: it needs --engine vllm and --draft")
         for name in _names(self.options):
             if name in _OWNED:
                 raise UsageError(f"{name} behind --: eyas sets it; give {_OWNED[name]} before the --")
             if name in _OF_THE_DRAFT and self.draft is not None:
                 raise UsageError(f"{name} behind --: --draft sets it; give one of the two")
+            if name == _PROBED and self.probe:
+                raise UsageError(f"{name} behind --: --probe sets it; give one of the two")
             if name in _ELSEWHERE:
                 raise UsageError(f"{name} behind --: eyas waits for health by plain HTTP on --host and --port")
 
@@ -102,9 +115,10 @@ def server_command(config: ServeConfig) -> list[str]:
 def engine_release(config: ServeConfig) -> str | None:
     """The engine's installed release; None where it carries none. Raises ServeError where it is not installed."""
     names = _DISTRIBUTIONS[config.engine]
+    needed = [config.engine, *([_PROBE] if config.probe else [])]
     try:
         done = subprocess.run(
-            [config.python, "-c", _RELEASE, config.engine, *names],
+            [config.python, "-c", _RELEASE, ",".join(needed), *names],
             capture_output=True,
             text=True,
             check=False,
@@ -116,12 +130,14 @@ def engine_release(config: ServeConfig) -> str | None:
         raise ServeError(f"--python {config.python} says nothing in {SECONDS_FOR_THE_RELEASE:g} s") from error
     if done.returncode:
         raise ServeError(f"--python {config.python} does not run: {done.stderr.strip()[-500:]}")
-    is_there, release = json.loads(done.stdout.splitlines()[-1])
-    if not is_there:
+    missing, release = json.loads(done.stdout.splitlines()[-1])
+    if config.engine in missing:
         raise ServeError(
             f"{config.engine} is not installed for {config.python}: install it there, or give the interpreter of the "
             f"environment that has it (--python PATH)"
         )
+    if missing:
+        raise ServeError(f"--probe runs inside the engine: install eyas for {config.python}, too")
     return None if release is None else str(release)
 
 
@@ -132,6 +148,8 @@ def _vllm(config: ServeConfig) -> list[str]:
     if config.draft is not None:
         speculation = {"method": "eagle3", "model": config.draft, "num_speculative_tokens": config.draft_tokens}
         arguments += ["--speculative-config", json.dumps(speculation)]
+    if config.probe:
+        arguments += [_PROBED, f"{_PROBE}.Probe"]
     return arguments
 
 

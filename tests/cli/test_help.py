@@ -47,6 +47,10 @@ OPTIONS = {
         --wait""",
     "serve restart": """--dataset --draft --draft-tokens --dry-run --engine --grace --host --json --port --python
         --target --tp --wait""",
+    "serve start": """--dataset --draft --draft-tokens --dry-run --engine --host --json --no-probe --port --probe
+        --python --target --tp --wait""",
+    "serve restart": """--dataset --draft --draft-tokens --dry-run --engine --grace --host --json --no-probe --port
+        --probe --python --target --tp --wait""",
     "serve stop": "--grace --json",
     "serve status": "--json",
 }

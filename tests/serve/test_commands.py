@@ -55,6 +55,15 @@ def test_vllm(folder: Folder, target: Path, tmp_path: Path) -> None:
     assert not folder.path.exists()
 
 
+def test_a_probe_runs_in_vllms_workers(folder: Folder, target: Path, tmp_path: Path) -> None:
+    options = ["--draft", draft(tmp_path / "draft", **{IDS: [2, 16, 29]}), "--probe"]
+    found = command(folder.start(*options, "--dry-run").stdout)
+    assert found[-2:] == ["--worker-extension-cls", "eyas.serve.probe.Probe"]
+    assert folder.start(*options).exit_code == 0
+    assert folder.restart("--no-probe").exit_code == 0
+    assert folder.status()["config"]["probe"] is False
+
+
 def test_sglang(folder: Folder, target: Path, tmp_path: Path) -> None:
     head = draft(tmp_path / "draft", eagle_config={IDS: [1, 15, 28]})
     options = ["--draft", head, "--tp", 2, "--dry-run"]
@@ -134,6 +143,7 @@ def test_another_models_dataset(folder: Folder, target: Path, tmp_path: Path) ->
         (["--", "--tensor_parallel_size", "2"], "give --tp before the --"),
         (["--", "--uds", "/tmp/socket"], "eyas waits for health by plain HTTP"),
         (["--dataset", "."], "--dataset"),
+        (["--probe"], "it needs --engine vllm and --draft"),
         (["--draft", ".", "--", "--speculative-config.method", "ngram"], "--draft sets it; give one of the two"),
     ],
 )
