@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from click.core import ParameterSource
 from eyas.cli.parameters import duration, format_bytes
 from eyas.cli.progress import format_seconds
 from eyas.cli.recipe import dry_run_option, print_dry_run
+from eyas.cli.signals import stop_on_signals
 from eyas.taps.errors import EXIT_STOPPED_EARLY, UsageError
 
 if TYPE_CHECKING:
@@ -136,9 +138,10 @@ def start(**options: Any) -> None:
 
     given = {name: options[name] for name in _CONFIGURES}
     config = ServeConfig(**{**given, "python": _interpreter(options["python"])})
-    release = _prepare(config, options)
-    state = start_server(options["run_folder"], config, release, _tell)
-    _wait(options, state)
+    with stop_on_signals() as stopping:
+        release = _prepare(config, options)
+        state = start_server(options["run_folder"], config, release, _tell)
+        _wait(options, state, stopping)
 
 
 @command.command(name="restart", short_help="Stop the server and start it again, with changes or without.")
@@ -169,11 +172,12 @@ def restart(**options: Any) -> None:
     if state is None or "python" in given:
         given["python"] = _interpreter(options["python"])
     config = ServeConfig(**given) if state is None else replace(state.config, **given)
-    release = _prepare(config, options)
-    # Relative paths among the engine's options mean what they meant where those were given.
-    cwd = os.getcwd() if state is None or "options" in given else state.cwd
-    state = restart_server(options["run_folder"], config, release, cwd=cwd, grace=options["grace"], tell=_tell)
-    _wait(options, state)
+    with stop_on_signals() as stopping:
+        release = _prepare(config, options)
+        # Relative paths among the engine's options mean what they meant where those were given.
+        cwd = os.getcwd() if state is None or "options" in given else state.cwd
+        state = restart_server(options["run_folder"], config, release, cwd=cwd, grace=options["grace"], tell=_tell)
+        _wait(options, state, stopping)
 
 
 @command.command(name="stop", short_help="Stop the server and everything it has started.")
@@ -237,14 +241,15 @@ def _prepare(config: ServeConfig, options: dict[str, Any]) -> str | None:
     return release
 
 
-def _wait(options: dict[str, Any], state: ServeState) -> None:
+def _wait(options: dict[str, Any], state: ServeState, stopping: threading.Event) -> None:
     from eyas.serve.server import look, wait_for_health
 
     folder, seconds = options["run_folder"], options["wait"]
-    healthy = seconds > 0 and wait_for_health(folder, state, seconds=seconds, tell=_tell)
+    healthy = seconds > 0 and wait_for_health(folder, state, seconds=seconds, stopping=stopping, tell=_tell)
     _print(look(folder), as_json=options["as_json"])
     if seconds > 0 and not healthy:
-        _tell(f"not healthy after {format_seconds(seconds)}; it goes on starting: wait for it with the same command")
+        when = "yet" if stopping.is_set() else f"after {format_seconds(seconds)}"
+        _tell(f"not healthy {when}; it goes on starting: eyas serve start with the same options waits for it")
         raise SystemExit(EXIT_STOPPED_EARLY)
 
 
@@ -281,8 +286,11 @@ def _print(found: ServeStatus, *, as_json: bool) -> None:
     if config.draft is not None:
         click.echo(f"draft    {config.draft}, {config.draft_tokens} tokens a cycle")
     if found.pids:
-        gpu = f", {format_bytes(found.gpu_mib * 2**20)} of GPUs" if found.gpu_mib else ""
-        click.echo(f"pids     {' '.join(map(str, found.pids))} ({format_bytes(found.resident_bytes)}{gpu})")
+        label = "pids" if found.is_running else "left"
+        memory = format_bytes(found.resident_bytes)
+        if found.gpu_mib:
+            memory += f", {format_bytes(found.gpu_mib * 2**20)} of GPUs"
+        click.echo(f"{label:<8} {' '.join(map(str, found.pids))} ({memory})")
     click.echo(f"log      {found.log}")
 
 

@@ -77,6 +77,15 @@ def _readings_alone(draft: Draft, engine: Engine, facts: TargetFacts, readings: 
             mend=f"eyas export DRAFT OUT --engine {engine}, which writes the ids that it reads",
             source=cite,
         )
+    if any(reading.ignored for reading in readings):
+        return Finding(
+            check="taps",
+            status="warning",
+            found=shown,
+            consequence="the draft's config says its layers where this engine does not look",
+            mend=f"eyas export DRAFT OUT --engine {engine}; --dataset proves what was trained on",
+            source=cite,
+        )
     if len(taps) > 1:
         return Finding(
             check="taps",

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -158,8 +159,9 @@ def restart(
         return _launch(folder, config, release, lock_fd, cwd=cwd)
 
 
-def wait_for_health(folder: Path, state: ServeState, *, seconds: float, tell: Tell) -> bool:
-    """Wait until the server of this start answers; False where it has not in ``seconds``, and goes on starting.
+def wait_for_health(folder: Path, state: ServeState, *, seconds: float, stopping: threading.Event, tell: Tell) -> bool:
+    """Wait until the server of this start answers. False where it has not in ``seconds``, or before ``stopping``: it
+    goes on starting.
 
     Raises ServeError with the end of the log where it ends before, or is stopped.
     """
@@ -175,7 +177,7 @@ def wait_for_health(folder: Path, state: ServeState, *, seconds: float, tell: Te
         if _problem(state, _pids(folder, state)) is None:
             return True
         now = time.monotonic()
-        if now - begun > seconds:
+        if now - begun > seconds or stopping.is_set():
             return False
         if now - last_line > SECONDS_BETWEEN_LINES:
             last_line = now
@@ -260,7 +262,7 @@ def _end(folder: Path, state: ServeState, *, grace: float, tell: Tell) -> int:
     was_running = _runs(state)
     number = end(state.lineage(folder), grace=grace, tell=tell)
     if number and not was_running:
-        tell(f"ended {number} processes that a server which had died left behind")
+        tell(f"ended what a server that had died left behind (processes: {number})")
     return number
 
 

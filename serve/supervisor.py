@@ -56,7 +56,7 @@ def main(folder: Path, lock_fd: int, ready_fd: int) -> None:
         # On a clean end there is nothing; a crash may leave workers that hold a GPU.
         num_left = end(state.lineage(folder), grace=SECONDS_FOR_THE_REST, tell=say)
         if num_left:
-            say(f"ended {num_left} processes that it had left")
+            say(f"ended what it left behind (processes: {num_left})")
 
 
 def adopt_orphans() -> None:

@@ -120,6 +120,11 @@ def test_a_refused_draft_leaves_the_running_server_alone(
 def test_without_a_dataset_what_is_fed_is_shown_and_what_cannot_be_is_refused(
     folder: Folder, target: Path, tmp_path: Path
 ) -> None:
+    elsewhere = draft(tmp_path / "elsewhere", **{IDS: [3, 17, 30]})
+    result = folder.start("--draft", elsewhere, "--dry-run", engine="sglang")
+    assert result.exit_code == 0
+    assert "warning   taps" in result.stdout
+    assert "where this engine does not look" in result.stdout
     result = folder.start("--draft", draft(tmp_path / "odd", eagle_config={IDS: [1, 15, 28]}), "--dry-run")
     assert result.exit_code == 0
     assert "model runner V1" in result.stdout

@@ -93,7 +93,7 @@ def test_a_slow_start_is_waited_for_again(folder: Folder, tmp_path: Path) -> Non
     options = ("--wait", "0.3", "--", "--healthy-when", tmp_path / "well")
     result = folder.start(*options)
     assert result.exit_code == 75
-    assert "it goes on starting: wait for it with the same command" in result.stderr
+    assert "not healthy after 0s; it goes on starting: eyas serve start with the same options waits" in result.stderr
     body = folder.status()
     assert (body["condition"], body["reason"]) == ("running", "/health answers 503")
     (tmp_path / "well").touch()
@@ -124,11 +124,19 @@ def test_stop_while_another_command_waits(folder: Folder, tmp_path: Path) -> Non
     assert waiting.returncode == 1
 
 
-def test_the_server_survives_whoever_started_it(folder: Folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75), (signal.SIGINT, 75)]
+)
+def test_the_server_survives_whoever_started_it(
+    folder: Folder, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
     starting = folder.spawn(folder.arguments("--", "--healthy-when", tmp_path / "well"))
-    until(lambda: (folder.path / "serve.json").exists() and folder.status()["condition"] == "running")
-    starting.send_signal(signal.SIGKILL)
+    log = folder.path / "logs" / "serve.log"
+    until(lambda: log.exists() and "starts" in log.read_text())
+    until(lambda: folder.status()["condition"] == "running")
+    starting.send_signal(number)
     starting.communicate()
+    assert starting.returncode == status
     (tmp_path / "well").touch()
     assert folder.start("--", "--healthy-when", tmp_path / "well").exit_code == 0
 

@@ -41,7 +41,7 @@ def test_what_a_crash_leaves_is_ended_by_the_supervisor(folder: Folder, bystande
     until(lambda: not any(map(is_alive, ours)))
     body = folder.status()
     assert (body["condition"], body["exit_status"]) == ("dead", -9)
-    until(lambda: f"ended {NUM_PROCESSES - 1} processes that it had left" in Path(body["log"]).read_text())
+    until(lambda: f"ended what it left behind (processes: {NUM_PROCESSES - 1})" in Path(body["log"]).read_text())
     assert all(map(is_alive, bystanders))
 
 
