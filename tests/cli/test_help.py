@@ -43,10 +43,6 @@ OPTIONS = {
     "inspect": "--json --plot --sample --target --trust-remote-code --verify --workers",
     "upload": "--dry-run --json --verify --workers",
     "download": "--dry-run --json --workers",
-    "serve start": """--dataset --draft --draft-tokens --dry-run --engine --host --json --port --python --target --tp
-        --wait""",
-    "serve restart": """--dataset --draft --draft-tokens --dry-run --engine --grace --host --json --port --python
-        --target --tp --wait""",
     "serve start": """--dataset --draft --draft-tokens --dry-run --engine --host --json --no-probe --port --probe
         --python --target --tp --wait""",
     "serve restart": """--dataset --draft --draft-tokens --dry-run --engine --grace --host --json --no-probe --port

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.serve.folder import ROOT, Folder
+from tests.serve.folder import ROOT, Folder, free_port
 
 FAKE = Path(__file__).parent / "fake_engine.py"
 MODULES = {"vllm": "vllm/entrypoints/openai/api_server.py", "sglang": "sglang/launch_server.py"}
@@ -36,10 +35,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def folder(tmp_path: Path, engines: Path) -> Iterator[Folder]:
     """A folder to serve from; whatever a failing test leaves running is killed."""
     (tmp_path / "target").mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    made = Folder(tmp_path / "serving", tmp_path / "target", port)
+    made = Folder(tmp_path / "serving", tmp_path / "target", free_port())
     yield made
     for process in made.seen:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -72,6 +73,12 @@ class Folder:
             stderr=subprocess.PIPE,
             text=True,
         )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def is_alive(process: psutil.Process) -> bool:

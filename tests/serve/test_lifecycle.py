@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from eyas.cli.main import main
-from tests.serve.folder import Folder, is_alive, until
+from tests.serve.folder import Folder, free_port, is_alive, until
 
 
 def test_from_start_to_stop(folder: Folder) -> None:
@@ -179,16 +179,15 @@ def test_a_port_in_use_is_refused_by_its_holder(folder: Folder) -> None:
 
 
 def test_an_answer_from_someone_else_is_no_health(folder: Folder, tmp_path: Path) -> None:
-    folder.start("--wait", "0", "--", "--port-of-its-own")
-    until(lambda: folder.status()["condition"] == "healthy")
-    other = Folder(tmp_path / "other", folder.target, folder.port)
-    # The second server is recorded with the first one's port, as if that had been taken while it started.
-    other.port = folder.port + 1
+    """As if another server had taken the port just before this one wanted it."""
+    other = Folder(tmp_path / "other", folder.target, free_port())
+    assert folder.start().exit_code == 0
     try:
-        assert other.start("--wait", "0").exit_code == 0
+        assert other.start().exit_code == 0
         other.edit_state(lambda state: state["config"].update(port=folder.port))
         body = other.status()
         assert body["condition"] == "running"
+        assert f"process {folder.status()['pid']} (" in body["reason"]
         assert "which is not the server's" in body["reason"]
     finally:
         other.stop()
