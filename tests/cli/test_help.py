@@ -44,6 +44,12 @@ OPTIONS = {
     "inspect": "--from --json --plot --sample --target --trust-remote-code --verify --workers",
     "upload": "--dry-run --json --verify --workers",
     "download": "--dry-run --json --workers",
+    "serve start": """--dataset --draft --draft-tokens --dry-run --engine --host --json --no-probe --port --probe
+        --python --target --tp --wait""",
+    "serve restart": """--dataset --draft --draft-tokens --dry-run --engine --grace --host --json --no-probe --port
+        --probe --python --target --tp --wait""",
+    "serve stop": "--grace --json",
+    "serve status": "--json",
 }
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "vllm", "sglang", "fsspec", "huggingface_hub")
@@ -53,6 +59,19 @@ def _command(name: str) -> click.Command:
     command = main.get_command(click.Context(main), name)
     assert command is not None
     return command
+
+
+def _all_commands() -> dict[str, click.Command]:
+    """By what is typed; of a group, the commands inside it."""
+    found: dict[str, click.Command] = {}
+    for name in COMMANDS:
+        command = _command(name)
+        inner = command.commands if isinstance(command, click.Group) else None
+        found |= {name: command} if inner is None else {f"{name} {part}": inner[part] for part in inner}
+    return found
+
+
+NAMES = [*OPTIONS, "serve"]
 
 
 def test_docs_are_what_help_says() -> None:
@@ -78,29 +97,31 @@ def test_help_says_the_same_on_every_machine() -> None:
 
 def test_the_set_of_options() -> None:
     found = {
-        name: {option for p in _command(name).params for option in [*p.opts, *p.secondary_opts] if option[0] == "-"}
-        for name in COMMANDS
+        name: {option for p in command.params for option in [*p.opts, *p.secondary_opts] if option[0] == "-"}
+        for name, command in _all_commands().items()
     }
     assert found == {name: set(options.split()) for name, options in OPTIONS.items()}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_is_a_full_word_and_says_what_it_does(name: str) -> None:
-    for parameter in _command(name).params:
+    for parameter in _all_commands()[name].params:
         if isinstance(parameter, click.Option):
             assert parameter.help, parameter.opts
             assert all(option.startswith("--") for option in parameter.opts), parameter.opts
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_help_names_its_command_and_shows_an_example(name: str) -> None:
-    result = CliRunner().invoke(main, [name, "-h"], prog_name="eyas")
+    result = CliRunner().invoke(main, [*name.split(), "-h"], prog_name="eyas")
     assert result.exit_code == 0
     assert result.output.startswith(f"Usage: eyas {name} ")
     assert f"\n  eyas {name} " in result.output
 
 
-@pytest.mark.parametrize("arguments", [(), *((name,) for name in COMMANDS)], ids=lambda a: " ".join(a) or "eyas")
+@pytest.mark.parametrize(
+    "arguments", [(), *(tuple(name.split()) for name in NAMES)], ids=lambda a: " ".join(a) or "eyas"
+)
 def test_help_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
     code = (
         "import sys\n"
