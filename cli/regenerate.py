@@ -170,8 +170,8 @@ def _report(summary: RegenerateSummary, *, as_json: bool) -> None:
             click.echo(f"  {number:>9,}  {label}", err=as_json)
     for tally in summary.endpoints:
         click.echo(
-            f"  {tally.url}: {tally.num_answers:,} answers, {tally.num_tokens:,} tokens, up to {tally.largest_window:,} "
-            f"at a time, {tally.num_lost:,} lost and asked again, {tally.num_busy:,} times busy, {tally.num_rests:,} "
+            f"  {tally.url}: {tally.num_answers:,} answers, {tally.num_tokens:,} tokens, up to "
+            f"{tally.largest_window:,} at a time, {tally.num_lost:,} lost and asked again, {tally.num_busy:,} times busy, {tally.num_rests:,} "
             "times left",
             err=as_json,
         )
