@@ -171,8 +171,8 @@ def _report(summary: RegenerateSummary, *, as_json: bool) -> None:
     for tally in summary.endpoints:
         click.echo(
             f"  {tally.url}: {tally.num_answers:,} answers, {tally.num_tokens:,} tokens, up to "
-            f"{tally.largest_window:,} at a time, {tally.num_lost:,} lost and asked again, {tally.num_busy:,} times busy, {tally.num_rests:,} "
-            "times left",
+            f"{tally.largest_window:,} at a time; {tally.num_lost:,} lost and asked again, {tally.num_busy:,} times "
+            f"busy, {tally.num_rests:,} times left",
             err=as_json,
         )
     for message in summary.cut_off:

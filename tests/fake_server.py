@@ -222,6 +222,7 @@ class FakeServer:
         if self.kind != "vllm":
             return web.Response(status=404)
         labels = 'engine="0",model_name="m"'
+        accepted = sum(n * steps for n, steps in enumerate(self.histogram))
         waiting = self.queue(self.in_flight) if self.queue else 0
         lines = [
             "# TYPE vllm:num_requests_waiting gauge",
@@ -233,11 +234,11 @@ class FakeServer:
             "# TYPE vllm:spec_decode_num_drafts counter",
             f"vllm:spec_decode_num_drafts_total{{{labels}}} {sum(self.histogram)}",
             "# TYPE vllm:spec_decode_num_accepted_tokens counter",
-            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {sum(n * k for n, k in enumerate(self.histogram))}",
+            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {accepted}",
             "# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter",
         ]
         for position in range(3):
-            accepted = sum(self.histogram[position + 1 :])
+            reached = sum(self.histogram[position + 1 :])
             name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-            lines.append(f'{name}{{{labels},position="{position}"}} {accepted}')
+            lines.append(f'{name}{{{labels},position="{position}"}} {reached}')
         return web.Response(text="\n".join(lines) + "\n")

@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "prepare": """--dry-run --json --last-turn-only --max-samples --max-tokens --min-trained-tokens --overlong
         --revision --show --split --strict --target --trust-remote-code --workers""",
-    "regenerate": """--batch-size --device --dry-run --dtype --engine --json --max-new-tokens --max-runtime
-        --max-samples --max-tokens --revision --seed --split --target --temperature --top-p --trust-remote-code""",
+    "regenerate": """--batch-size --device --dry-run --dtype --endpoint --engine --json --max-new-tokens --max-runtime
+        --max-samples --max-tokens --request-timeout --revision --seed --split --target --temperature --top-p
+        --trust-remote-code""",
     "capture": """--batch-tokens --codec --codec-threads --convention --device --dp --draft --dry-run --dtype --engine
         --json --last-hidden --layers --max-rejects --max-runtime --max-samples --no-target-statistics --retry-rejects
         --revision --serving-engine --shard-size --taps --target --target-statistics --tp --trust-remote-code
@@ -37,9 +38,9 @@ OPTIONS = {
         --optimizer --overlong --plot --reader-threads --save-every --schedule --seed --serving-engine --shard
         --step-weights --target --tensorboard --trainer --trust-remote-code --ttt-steps --validate-every --validation
         --warmup --weight-decay""",
-    "eval": """--baselines --dataset --decode --device --draft-ms --draft-tokens --dry-run --dtype --engine --json
-        --max-new-tokens --max-prompts --plot --seed --steps --target --temperature --trust-remote-code --validation
-        --verify-ms""",
+    "eval": """--baselines --dataset --decode --device --draft-ms --draft-tokens --dry-run --dtype --endpoint --engine
+        --json --max-new-tokens --max-prompts --plot --seed --steps --target --temperature --trust-remote-code
+        --validation --verify-ms""",
     "export": "--draft-vocab-size --dtype --engine --json --source-engine --target",
     "inspect": "--from --json --plot --sample --target --trust-remote-code --verify --workers",
     "upload": "--dry-run --json --verify --workers",
