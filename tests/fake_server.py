@@ -58,6 +58,7 @@ class FakeServer:
         self.histogram = [0, 0, 0, 0]  # verify steps by drafted tokens accepted, of 3
         self.says_histogram = False
         self.finished = 0
+        self.hangs = False  # at everything
         self.port = 0
 
     @property
@@ -121,6 +122,8 @@ class FakeServer:
     ) -> web.StreamResponse:
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
+        if self.hangs:
+            await asyncio.sleep(30)
         return await handler(request)
 
     async def _models(self, request: web.Request) -> web.Response:

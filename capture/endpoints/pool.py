@@ -16,7 +16,7 @@ import heapq
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,8 +174,10 @@ class Pool:
         self._again: list[tuple[float, int, _Job]] = []  # a heap: when, and in which order
         self._order = itertools.count()
         self._last_answer = time.monotonic()
-        watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
-        waking: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._broken: BaseException | None = None
+        for member in self._members:
+            self._start(self._watch(member))
         try:
             while True:
                 reason = why_stop() or self._why_hopeless()
@@ -183,7 +185,9 @@ class Pool:
                     while not self._outcomes.empty():
                         self._take(self._outcomes.get_nowait(), on_reply, on_failure)
                     return reason, self._left()
-                self._wake(waking)
+                if self._broken is not None:
+                    raise self._broken
+                self._wake()
                 more = self._send(next_question)
                 busy = any(member.in_flight for member in self._members)
                 if not more and not busy and not self._again and self._outcomes.empty():
@@ -200,7 +204,7 @@ class Pool:
                         break
                     outcome = self._outcomes.get_nowait()
         finally:
-            tasks = [*watchers, *waking, *(task for member in self._members for task in member.in_flight.values())]
+            tasks = list(self._background)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -227,7 +231,7 @@ class Pool:
             else:
                 return False
             job.sent_at = time.monotonic()
-            member.in_flight[job] = asyncio.create_task(self._ask(member, job))
+            member.in_flight[job] = self._start(self._ask(member, job))
         return True
 
     def _free(self, now: float) -> _Member | None:
@@ -318,7 +322,20 @@ class Pool:
         member.rest_until = max(until, member.rest_until or until)
         member.verify = member.verify or verify
 
-    def _wake(self, waking: set[asyncio.Task[None]]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task whose defects end the run, not only itself."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._background.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._broken = error
+
+        task.add_done_callback(ended)
+        return task
+
+    def _wake(self) -> None:
         now = time.monotonic()
         for member in self._members:
             if member.gone or member.waking or member.rest_until is None or member.rest_until > now:
@@ -327,9 +344,7 @@ class Pool:
                 member.rest_until = None
                 continue
             member.waking = True
-            task = asyncio.create_task(self._verify_again(member))
-            waking.add(task)
-            task.add_done_callback(waking.discard)
+            self._start(self._verify_again(member))
 
     async def _verify_again(self, member: _Member) -> None:
         try:

@@ -24,8 +24,9 @@ from eyas.capture.endpoints.dialects import (
     Reply,
 )
 from eyas.capture.endpoints.prometheus import Metrics, parse
-from eyas.capture.engines.base import Prompt, Sampling, TargetOutline
-from eyas.capture.errors import EndpointError
+from eyas.capture.engines import hash_weights, read_outline
+from eyas.capture.engines.base import Answer, Prompt, Sampling, TargetOutline
+from eyas.capture.errors import EndpointError, TargetError
 from eyas.capture.tokenizer import PROBE_TEXT
 from eyas.taps.errors import UsageError
 
@@ -64,17 +65,19 @@ class Expected:
 
     target: str  # as --target says
     config_hash: str
+    weights_hash: str | None  # None: its weights are not here
     vocab_size: int
     probe_ids: tuple[int, ...]  # of PROBE_TEXT, without special tokens
     ask_ids: tuple[int, ...]  # a short prompt
 
 
-def expected_of(target: str, outline: TargetOutline, tokenizer: Any) -> Expected:
+def expected_of(target: str, outline: TargetOutline, tokenizer: Any, weights_hash: str | None) -> Expected:
     """What a server of ``target`` must show."""
     ids = tokenizer.encode("1 2 3", add_special_tokens=False)
     return Expected(
         target=target,
         config_hash=outline.config_hash,
+        weights_hash=weights_hash,
         vocab_size=outline.vocab_size,
         probe_ids=tuple(tokenizer.encode(PROBE_TEXT, add_special_tokens=False)),
         ask_ids=tuple(ids),
@@ -93,6 +96,7 @@ class Server:
     max_tokens: int | None = None  # prompt and answer together
     dialect: Dialect = field(default_factory=ChatMessages)
     warnings: list[str] = field(default_factory=list)
+    _root: Any = None  # where it says that the model is from
 
     async def verify(self, expected: Expected, sampling: Sampling) -> None:
         """Find out what is served and how to ask it.
@@ -102,6 +106,7 @@ class Server:
         """
         self.warnings = []
         self._take_model(await self._get_json("/v1/models"), expected)
+        await self._compare_folder(expected)
         await self._compare_tokenizer(expected)
         await self._find_dialect(expected, sampling)
 
@@ -116,8 +121,10 @@ class Server:
         """Whether it answers at all."""
         try:
             await self._get_json("/v1/models")
-        except (Unreachable, Dropped, Busy, EndpointError):
+        except (Unreachable, Dropped, EndpointError):
             return False
+        except (Busy, Refused):
+            return True
         return True
 
     async def metrics(self) -> Metrics | None:
@@ -142,11 +149,13 @@ class Server:
         if not isinstance(cards, list) or not cards:
             raise EndpointError(f"--endpoint {self.url}: /v1/models lists no model: is it an OpenAI-compatible server?")
         models = [card for card in cards if isinstance(card, Mapping) and not card.get("parent")]  # no adapters
+        if not models:
+            raise EndpointError(f"--endpoint {self.url}: /v1/models lists adapters alone")
         named = [card for card in models if expected.target in (card.get("id"), card.get("root"))]
         if not named:
             named = [card for card in models if Path(expected.target).name in _names(card)]
         chosen = named or models
-        if len({str(card.get("id")) for card in chosen}) != 1 and not named:
+        if not named and len({str(card.get("id")) for card in models}) > 1:
             raise EndpointError(
                 f"--endpoint {self.url} serves {', '.join(str(card.get('id')) for card in models)}, none of which is "
                 f"called {expected.target}: give --target the name of one of them, or serve the target as "
@@ -159,14 +168,20 @@ class Server:
         self.max_tokens = limit if isinstance(limit, int) else None
         if not named:
             self.warnings.append(f"serves {self.model!r}, and --target is {expected.target!r}")
-        self._compare_folder(card.get("root"), expected)
+        self._root = card.get("root")
 
-    def _compare_folder(self, root: Any, expected: Expected) -> None:
-        """Where the server names a folder that is here too, it holds the target's configuration or another's."""
-        from eyas.capture.engines import read_outline
-        from eyas.capture.errors import TargetError
-
+    async def _compare_folder(self, expected: Expected) -> None:
+        """Where the server names a folder that is here too, it holds the target's configuration and weights."""
+        root = self._root
+        if self.kind == "sglang":  # /v1/models has the name it is served by (0.5.23, entrypoints/http_server.py)
+            try:
+                info = await self._get_json("/model_info")
+            except (NoSuchPath, Refused):
+                info = None
+            root = info.get("model_path") if isinstance(info, Mapping) else None
         if not isinstance(root, str) or not Path(root, "config.json").is_file():
+            return
+        if Path(root).resolve() == Path(expected.target).resolve():
             return
         try:
             outline = read_outline("transformers", target=root, revision=None, trust_remote_code=False)
@@ -175,6 +190,12 @@ class Server:
         if outline.config_hash != expected.config_hash:
             raise EndpointError(
                 f"--endpoint {self.url} runs {root}, whose config.json is not that of --target {expected.target}: "
+                "give --target the model that is served"
+            )
+        weights = hash_weights("transformers", target=root, revision=None)
+        if None not in (weights, expected.weights_hash) and weights != expected.weights_hash:
+            raise EndpointError(
+                f"--endpoint {self.url} runs the weights in {root}, which are not those of --target {expected.target}: "
                 "give --target the model that is served"
             )
 
@@ -226,8 +247,6 @@ class Server:
         )
 
     def _check_tokens(self, reply: Reply, expected: Expected, sampling: Sampling) -> None:
-        from eyas.capture.engines.base import Answer
-
         if not isinstance(reply.answer, Answer):
             return
         ids = reply.answer.token_ids

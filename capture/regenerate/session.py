@@ -134,7 +134,8 @@ class _Session:
         limits = [limit for limit in (config.max_tokens, outline.max_positions) if limit is not None]
         self._max_tokens = min(limits, default=2**31)
         self._config = config
-        self._expected = expected_of(target, outline, tokenizer)
+        weights_hash = hash_weights(config.engine, target=target, revision=revision)
+        self._expected = expected_of(target, outline, tokenizer, weights_hash)
         self._sampling = Sampling(temperature=config.temperature, top_p=config.top_p, stop_ids=frozenset(ends))
         greedy = config.temperature == 0
         self.output = Output(
@@ -142,7 +143,7 @@ class _Session:
             {
                 "format": "eyas-regenerated",
                 "config_hash": outline.config_hash,
-                "weights_hash": hash_weights(config.engine, target=target, revision=revision),
+                "weights_hash": weights_hash,
                 "tokenizer": asdict(tokenizer_identity(target, tokenizer, revision)),
                 "dtype": AS_SERVED if config.endpoints else settings.dtype,
                 "temperature": config.temperature,

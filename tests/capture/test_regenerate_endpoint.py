@@ -17,6 +17,7 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from eyas.capture.endpoints import pool
+from eyas.capture.endpoints import server as server_module
 from eyas.capture.prepared import PreparedSamples
 from eyas.cli.main import main
 from tests import tiny
@@ -277,6 +278,11 @@ def test_another_model_is_refused_by_name(target: Path, asked: Path, tmp_path: P
         result = regenerate(asked, tmp_path / "out", target, server)
         assert result.exit_code == 1
         assert f"runs {folder}, whose config.json is not that of --target" in result.stderr
+    own, finetuned = (tiny.make_target(tmp_path / name, num_layers=2, seed=n) for n, name in enumerate(("a", "b")))
+    with FakeServer(target, model=str(finetuned)) as server:
+        result = regenerate(asked, tmp_path / "out2", own, server)
+        assert result.exit_code == 1
+        assert f"runs the weights in {finetuned}, which are not those of --target {own}" in result.stderr
 
 
 def test_one_server_that_is_not_there_is_said_and_none_is_an_error(target: Path, asked: Path, tmp_path: Path) -> None:
@@ -309,6 +315,24 @@ def test_servers_that_stay_away_stop_the_run_with_75(
         server.trouble = lambda number, body: None
         assert regenerate(asked, tmp_path / "out", target, server).exit_code == 0
     assert len(rows(tmp_path / "out")) == 40
+
+
+def test_a_server_that_hangs_is_left(
+    target: Path, asked: Path, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "SHORT_SECONDS", 0.1)
+
+    def trouble(number: int, body: dict[str, Any]) -> Any:
+        hanging.hangs |= number == 3
+        return 30.0 if number >= 3 else None
+
+    with FakeServer(target) as hanging, FakeServer(target, delay=lambda: 0.05) as steady:
+        hanging.trouble = trouble
+        result = regenerate(asked, tmp_path / "out", target, hanging, steady, options=("--batch-size", 4))
+    assert result.exit_code == 0, result.output
+    assert rows(tmp_path / "out") == expected
+    assert f"{hanging.url} is left alone" in result.stderr
+    assert "it does not answer any more" in result.stderr
 
 
 def test_what_a_server_refuses_or_always_loses_is_listed_and_tried_again(
@@ -405,13 +429,13 @@ def test_a_server_is_asked_for_as_much_as_it_takes(target: Path, tmp_path: Path)
         return web.json_response({}, status=429) if server.in_flight > room else None
 
     source = tiny.write_jsonl(tmp_path / "x.jsonl", questions(120, turns=1))
-    with FakeServer(target, trouble=trouble, delay=lambda: 0.01) as server:
+    with FakeServer(target, trouble=trouble, delay=lambda: 0.1) as server:
         result = regenerate(source, tmp_path / "out", target, server)
         assert result.exit_code == 0, result.output
         assert room <= server.most_in_flight < 4 * room
         # Most questions are taken at once: refusals are the exception.
         assert len(server.questions) < 1.5 * server.num_answers
-    with FakeServer(target, delay=lambda: 0.02) as server:
+    with FakeServer(target, delay=lambda: 0.4) as server:
         assert regenerate(source, tmp_path / "free", target, server).exit_code == 0
         assert server.most_in_flight > 20
     with FakeServer(target, delay=lambda: 0.02) as server:

@@ -26,7 +26,7 @@ from eyas.capture.endpoints.dialects import Question, Reply
 from eyas.capture.endpoints.pool import Pool, PoolSettings
 from eyas.capture.endpoints.prometheus import Metrics
 from eyas.capture.endpoints.server import Server, expected_of
-from eyas.capture.engines import read_outline
+from eyas.capture.engines import hash_weights, read_outline
 from eyas.capture.engines.base import Answer, Prompt, Sampling
 from eyas.capture.errors import EndpointError
 from eyas.train.acceptance.prompts import Prompts, Turn
@@ -191,9 +191,10 @@ class _Measurement:
         outline = read_outline(
             "transformers", target=config.target, revision=None, trust_remote_code=config.trust_remote_code
         )
+        weights_hash = hash_weights("transformers", target=config.target, revision=None)
         settings = PoolSettings(
             urls=(config.url,),
-            expected=expected_of(config.target, outline, self._prompts.tokenizer),
+            expected=expected_of(config.target, outline, self._prompts.tokenizer, weights_hash),
             sampling=Sampling(temperature=config.temperature, top_p=1.0, stop_ids=self._prompts.stop_ids),
             most=AT_A_TIME,
             timeout_seconds=ANSWER_SECONDS,
