@@ -41,7 +41,6 @@ class FakeServer:
         delay: Callable[[], float] = lambda: 0.0,
         key: str | None = None,
         max_model_len: int = 512,
-        queue: Callable[[int], int] | None = None,  # waiting requests, of those in flight
         adapters: Sequence[str] = (),
     ) -> None:
         from transformers import AutoTokenizer
@@ -49,7 +48,7 @@ class FakeServer:
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self.kind, self.model = kind, model or str(target)
         self.trouble, self.delay, self.key = trouble, delay, key
-        self.max_model_len, self.queue, self.adapters = max_model_len, queue, adapters
+        self.max_model_len, self.adapters = max_model_len, adapters
         self.message: dict[str, Any] | None = None  # of every chat completion, else the decoded answer
         self.questions: list[dict[str, Any]] = []  # bodies, those of verifications left out
         self.arrived: list[float] = []
@@ -226,10 +225,9 @@ class FakeServer:
             return web.Response(status=404)
         labels = 'engine="0",model_name="m"'
         accepted = sum(n * steps for n, steps in enumerate(self.histogram))
-        waiting = self.queue(self.in_flight) if self.queue else 0
         lines = [
             "# TYPE vllm:num_requests_waiting gauge",
-            f"vllm:num_requests_waiting{{{labels}}} {waiting}",
+            f"vllm:num_requests_waiting{{{labels}}} 0",
             "# TYPE vllm:num_requests_running gauge",
             f"vllm:num_requests_running{{{labels}}} {self.in_flight}",
             "# TYPE vllm:request_success counter",

@@ -89,6 +89,7 @@ class _Member:
     failures: int = 0  # in a row
     busy: int = 0  # rounds of 429 and 503 in a row
     busy_at: float = float("-inf")
+    full_at: float = float("-inf")  # when as many were last in flight as may be
     last_answer: float = 0.0
     gone: str = ""  # why it was given up
     waking: bool = False
@@ -232,6 +233,8 @@ class Pool:
                 return False
             job.sent_at = time.monotonic()
             member.in_flight[job] = self._start(self._ask(member, job))
+            if len(member.in_flight) >= member.window.size:
+                member.full_at = job.sent_at
         return True
 
     def _free(self, now: float) -> _Member | None:
@@ -265,7 +268,9 @@ class Pool:
             self._answered, self._refused_in_a_row, self._last_answer = True, 0, now
             member.failures = member.rests = member.busy = 0
             member.last_answer = now
-            member.window.answered(sent_at=job.sent_at, now=now, num_tokens=result.num_tokens, in_flight=in_flight)
+            member.window.answered(
+                sent_at=job.sent_at, now=now, num_tokens=result.num_tokens, was_full=member.full_at >= job.sent_at
+            )
             tally = member.tally
             tally.num_answers += 1
             tally.num_tokens += result.num_tokens

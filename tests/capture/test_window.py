@@ -5,8 +5,8 @@ from __future__ import annotations
 from eyas.capture.endpoints.window import START, Window
 
 
-def answer(window: Window, *, sent_at: float = 0.0, now: float = 1.0, in_flight: int | None = None) -> None:
-    window.answered(sent_at=sent_at, now=now, num_tokens=10, in_flight=in_flight or window.size)
+def answer(window: Window, *, sent_at: float = 0.0, now: float = 1.0, was_full: bool = True, tokens: int = 10) -> None:
+    window.answered(sent_at=sent_at, now=now, num_tokens=tokens, was_full=was_full)
 
 
 def test_it_doubles_each_round_up_to_the_most() -> None:
@@ -22,7 +22,7 @@ def test_it_doubles_each_round_up_to_the_most() -> None:
 def test_a_window_that_is_not_full_does_not_grow() -> None:
     window = Window(100)
     for _ in range(50):
-        answer(window, in_flight=3)
+        answer(window, was_full=False)
     assert window.size == START
 
 
@@ -69,3 +69,10 @@ def test_without_a_queue_to_see_slow_tokens_are_the_sign() -> None:
         for n in range(200, 300):
             answer(window, sent_at=n, now=n + 60.0)
     assert slow.size < 250 < seen.size
+
+
+def test_short_answers_are_not_slow_tokens() -> None:
+    window = Window(500)
+    for n in range(400):  # each takes as long, whatever its length
+        answer(window, tokens=1 + n * 7 % 13)
+    assert window.size > 400
