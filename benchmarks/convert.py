@@ -5,7 +5,8 @@
 Makes a random speculators 0.9 folder, then takes turns (copy, import, copy, export), each in a process of its own that
 ends once everything is on the disk: the copy fsyncs every file at its end (after writing all, as the export does batch
 by batch). Before each the sources are read once, so that all start from the page cache; whatever does not fit is read
-from the disk by all alike. Prints bytes/s of the source's bytes, and the process's peak memory.
+from the disk by all alike. Prints bytes/s of the source's bytes, the processor seconds that a GB took, and the
+process's peak memory (mapped files count). Both sides want idle cores: a copy needs half of one, a conversion two.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
     source = folder / "speculators"
     num_bytes = make(source, options)
     print(f"{num_bytes / 1e9:.2f} GB in {len(list(source.rglob('*.safetensors'))):,} files of states")
-    results: dict[str, list[tuple[float, float]]] = {"copy in": [], "import": [], "copy out": [], "export": []}
+    results: dict[str, list[tuple[float, float, float]]] = {"copy in": [], "import": [], "copy out": [], "export": []}
     for _ in range(options.rounds):
         for name, step, given, out in (
             ("copy in", "copy", source, folder / "copied"),
@@ -65,35 +66,36 @@ def main() -> None:
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
             size = _read_all(given)
-            seconds, peak = _measured(step, given, out, options)
-            results[name].append((size / seconds, peak))
-            print(f"  {name}: {size / seconds / 1e9:.2f} GB/s, peak {peak / 2**30:.2f} GiB", flush=True)
+            seconds, processor, peak = _measured(step, given, out, options)
+            results[name].append((size / seconds, processor / size, peak))
+            print(f"  {name}: {size / seconds / 1e9:.2f} GB/s, {processor / size * 1e9:.2f} s of processor a GB, peak "
+                  f"{peak / 2**30:.2f} GiB", flush=True)  # fmt: skip
     for copy, convert in (("copy in", "import"), ("copy out", "export")):
-        plain, ours = (statistics.median(rate for rate, _ in results[name]) for name in (copy, convert))
-        peak = max(peak for _, peak in results[convert])
+        plain, ours = (statistics.median(rate for rate, _, _ in results[name]) for name in (copy, convert))
+        peak = max(peak for _, _, peak in results[convert])
         print(f"{convert}: {ours / 1e9:.2f} GB/s, a plain copy {plain / 1e9:.2f} GB/s: {100 * ours / plain:.0f} %, "
               f"peak {peak / 2**30:.2f} GiB")  # fmt: skip
     shutil.rmtree(folder)
 
 
-def _measured(step: str, source: Path, out: Path, options: argparse.Namespace) -> tuple[float, float]:
-    """Seconds and peak bytes of one step in a process of its own; what is not the step does not count."""
+def _measured(step: str, source: Path, out: Path, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Seconds, processor seconds and peak bytes of one step in a process of its own; loading libraries does not count."""
     command = [sys.executable, __file__, str(out), "--step", step, "--source", str(source)]
     command += ["--hidden-size", str(options.hidden_size), "--workers", str(options.workers)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
-    seconds, peak = done.stdout.split()[-2:]
-    return float(seconds), float(peak)
+    seconds, processor, peak = done.stdout.split()[-3:]
+    return float(seconds), float(processor), float(peak)
 
 
 def _step(options: argparse.Namespace) -> None:
     import datasets  # noqa: F401  (loading libraries is no conversion)
 
-    started = time.perf_counter()
+    started, before = time.perf_counter(), time.process_time()
     {"copy": _copy, "import": _import, "export": _export}[options.step](options.source, options.scratch, options)
-    seconds = time.perf_counter() - started
-    print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    seconds, processor = time.perf_counter() - started, time.process_time() - before
+    print(seconds, processor, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def _copy(source: Path, out: Path, options: argparse.Namespace) -> None:

@@ -41,6 +41,7 @@ DONE_FILE = "eyas.json"
 
 BATCH_BYTES = 256 << 20
 _CLAIMED_ROWS = 8  # rows a thread takes at a time: neighbours, so that shards are read in order
+_WRITE_BYTES = 1 << 20  # at a time: a write of all of a large file at once takes several times as long
 _POLL_SECONDS = 0.2
 
 
@@ -491,7 +492,7 @@ def _write_file(path: str, pieces: Sequence[bytes | memoryview]) -> None:
         for piece in pieces:
             view = memoryview(piece)
             while view:
-                view = view[os.write(fd, view) :]
+                view = view[os.write(fd, view[:_WRITE_BYTES]) :]
         start_writeback(fd, 0, 0)  # all of it
     finally:
         os.close(fd)
