@@ -21,3 +21,7 @@ class CaptureFailed(EyasError):
 
 class ConversationsError(EyasError):
     """The input of eyas prepare is not there, or is of no known form."""
+
+
+class EndpointError(EyasError):
+    """A server is not there, serves another model than the target, or refuses what it is asked."""

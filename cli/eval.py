@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from eyas.cli.progress import Progress
 from eyas.cli.recipe import dry_run_option, print_dry_run
 
 if TYPE_CHECKING:
     from eyas.train.acceptance.decoding import Decoding, Tally
+    from eyas.train.acceptance.endpoint import EndpointReport
     from eyas.train.acceptance.evaluate import EvalReport
     from eyas.train.acceptance.steps import StepChoice
 
@@ -49,7 +51,7 @@ def milliseconds(value: str | None) -> tuple[float, ...] | None:
 
 
 @click.command(name="eval", short_help="Measure how many tokens of a draft the target accepts.")
-@click.argument("drafts", nargs=-1, required=True, metavar="DRAFT...", type=click.Path(exists=True, path_type=Path))
+@click.argument("drafts", nargs=-1, metavar="[DRAFT...]", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "--target",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -71,6 +73,11 @@ def milliseconds(value: str | None) -> tuple[float, ...] | None:
     "prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Decode these prompts with the target: JSON lines with turns, or conversations.",
+)
+@click.option(
+    "--endpoint",
+    metavar="URL",
+    help="Judge the draft of this running vLLM or SGLang server, while it answers --decode.",
 )
 @click.option("--baselines", is_flag=True, help="Judge an untrained draft and a 2-gram table of the dataset too.")
 @click.option("--engine", help="Whose reading of a foreign draft's layer ids counts, such as sglang@0.5.23.")
@@ -105,12 +112,22 @@ def command(**options: Any) -> None:
     included, so 1 means that nothing was accepted), acceptance by position and category, speed against plain decoding,
     and whether greedy output is plain greedy output; exit status 1 where it is not and rounding does not explain it.
 
+    With --endpoint no DRAFT is loaded: a running server answers the prompts of --decode with its own draft, and what
+    it says of its speculation is reported: per answer where it does, else by its counters before and after. Requests of
+    others that it answered in between are said.
+
     \b
     eyas eval run
     eyas eval run --decode mt_bench.jsonl --baselines
     eyas eval run exported --decode mt_bench.jsonl --target ./llama --engine sglang@0.5.23
     eyas eval run --steps 1..10 --verify-ms 21..28 --draft-ms 0.6
+    eyas eval --endpoint http://localhost:8000 --target ./llama --decode mt_bench.jsonl
     """
+    if options["endpoint"] is not None:
+        _evaluate_endpoint(options)
+        return
+    if not options["drafts"]:
+        raise click.UsageError("Missing argument 'DRAFT...' (or --endpoint, for the draft of a running server)")
     from eyas.align.engine import parse_engine
     from eyas.train.acceptance.evaluate import EvalConfig, evaluate, resolve
 
@@ -171,6 +188,71 @@ def command(**options: Any) -> None:
         raise click.ClickException(
             f"{report.unexplained} greedy answers differ from plain greedy decoding where rounding does not explain it"
         )
+
+
+_OF_DRAFTS = (
+    "dataset", "validation", "baselines", "engine", "draft_tokens", "steps", "verify_ms", "draft_ms", "plot", "device",
+    "dtype",
+)  # fmt: skip
+
+
+def _evaluate_endpoint(options: dict[str, Any]) -> None:
+    from eyas.capture.endpoints.server import normalise_url
+    from eyas.train.acceptance.endpoint import EndpointConfig, evaluate_endpoint
+
+    if options["drafts"]:
+        raise click.UsageError(f"--endpoint judges the server's own draft: leave {options['drafts'][0]} out")
+    ctx = click.get_current_context()
+    given = [name for name in _OF_DRAFTS if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        raise click.UsageError(f"--{given[0].replace('_', '-')} says nothing to a server: leave it out with --endpoint")
+    for needed, name in (("prompts", "--decode"), ("target", "--target")):
+        if options[needed] is None:
+            raise click.UsageError(f"--endpoint needs {name}")
+    config = EndpointConfig(
+        url=normalise_url(options["endpoint"]),
+        target=str(options["target"]),
+        prompts=options["prompts"],
+        temperature=options["temperature"],
+        seed=options["seed"],
+        max_new_tokens=options["max_new_tokens"],
+        max_prompts=options["max_prompts"],
+        trust_remote_code=options["trust_remote_code"],
+    )
+    if options["dry_run"]:
+        print_dry_run({"server": config.url})
+        return
+    report = evaluate_endpoint(config, Progress, lambda line: click.echo(f"eyas: {line}", err=True))
+    if options["as_json"]:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        _print_endpoint(report)
+    if report.foreign_requests:
+        click.echo(
+            f"eyas: the server answered {report.foreign_requests:,} requests of others meanwhile"
+            + (": they are in these numbers" if report.counts_everything else ", which are not in these numbers"),
+            err=True,
+        )
+
+
+def _print_endpoint(report: EndpointReport) -> None:
+    how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
+    tally = report.tally
+    click.echo(
+        f"{report.url} ({report.server or 'unknown'}) serves {report.model}, {tally.num_draft} tokens drafted a cycle"
+    )
+    click.echo(f"\ndecoding ({report.num_prompts:,} prompts, {tally.num_turns:,} turns, {how})")
+    click.echo(
+        f"  {tally.name}  accepted length {tally.accepted_length:.3f} ({tally.kept_length:.3f} within the answers)  "
+        f"by position {_shares(tally.acceptance)}  "
+        f"{report.tokens_per_second:,.1f} tokens/s, up to {report.largest_window} answers at a time"
+    )
+    if len(tally.categories) > 1:
+        click.echo("\naccepted length by category")
+        left = max(map(len, tally.categories))
+        for category, (tokens, forwards) in tally.categories.items():
+            click.echo(f"  {category:<{left}}  {tokens / max(forwards, 1):.3f}")
+    click.echo(f"\nmeasured by {report.source}")
 
 
 def _by_step(steps: Sequence[int], given: tuple[float, ...] | None) -> dict[int, float] | None:

@@ -17,7 +17,7 @@ from eyas.taps.errors import EyasError, UsageError
 
 # In the order of the data flow, which is how --help lists them.
 COMMANDS = ("prepare", "regenerate", "capture", "status", "standardize", "check", "train", "eval", "export", "inspect",
-            "upload", "download")  # fmt: skip
+            "serve", "upload", "download")  # fmt: skip
 
 ARGUMENTS = "eyas.arguments"  # key of ctx.meta: the arguments as given, for commands that start themselves again
 

@@ -41,8 +41,12 @@ def load_recipe(path: Path, commands: Sequence[str]) -> dict[str, dict[str, Any]
 
 
 def apply_recipe(ctx: click.Context, command: click.Command, recipe: Mapping[str, Mapping[str, Any]]) -> None:
-    """Make the recipe's table for ``command`` its defaults. Keys are long options or arguments as --help shows them."""
-    names = {key: parameter for parameter in command.params for key in _recipe_keys(parameter)}
+    """Make the recipe's table for ``command`` its defaults. Keys are long options or arguments as --help shows them.
+
+    A group's table holds those of all its commands.
+    """
+    parts = list(command.commands.values()) if isinstance(command, click.Group) else [command]
+    names = {key: parameter for part in parts for parameter in part.params for key in _recipe_keys(parameter)}
     defaults: dict[str, Any] = {}
     for key, value in recipe.get(command.name or "", {}).items():
         parameter = names.get(key.replace("_", "-"))
@@ -57,6 +61,8 @@ def apply_recipe(ctx: click.Context, command: click.Command, recipe: Mapping[str
         # A command takes lists as comma-separated text, and a recipe may write them as lists.
         plain = not (parameter.multiple if isinstance(parameter, click.Option) else False) and parameter.nargs == 1
         defaults[parameter.name or key] = ",".join(map(str, value)) if plain and isinstance(value, list) else value
+    if isinstance(command, click.Group):  # each takes what it knows
+        defaults = dict.fromkeys(command.commands, defaults)
     ctx.default_map = {**(ctx.default_map or {}), command.name or "": defaults}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from eyas.capture.engines import ENGINES
 from eyas.cli.parameters import duration
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
 @click.option("--split", help="Split of a dataset from the hub (default: train) or of a saved one with several.")
 @click.option("--engine", type=click.Choice(ENGINES), default="transformers", help="What runs the target.")
 @click.option(
+    "--endpoint",
+    "endpoints",
+    multiple=True,
+    metavar="URL",
+    help="An OpenAI-compatible server (vLLM, SGLang) that runs the target; may be given several times.",
+)
+@click.option(
+    "--request-timeout", type=duration, default="10m", show_default=True, help="Longest wait for one --endpoint answer."
+)
+@click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="auto: cuda if there is one."
 )
 @click.option(
@@ -42,7 +53,11 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, help="Each answer draws its own random numbers from it.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=1024, help="Longest answer, in tokens.")
 @click.option("--max-tokens", type=click.IntRange(2), help="Longest conversation; default: the target's positions.")
-@click.option("--batch-size", type=click.IntRange(1), help="Answers generated at a time; default: 128, on a CPU 32.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    help="Answers generated at a time; default: 128, on a CPU 32. At each --endpoint at most so many; default: 512.",
+)
 @click.option("--max-samples", type=click.IntRange(1), help="Regenerate only the first so many conversations.")
 @click.option("--max-runtime", type=duration, help="Stop and exit 75 after this time, e.g. 11h30m.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -55,18 +70,27 @@ def command(**options: Any) -> None:
     prepare reads, with the very tokens that were generated. A conversation ends with an answer that is cut at
     --max-new-tokens ("finish": "length"), and before an answer that calls tools.
 
+    With --endpoint, running servers answer: each is asked as many at a time as it can take, lost requests are asked
+    again, and one that dies is left and tried again later. Their tokenizer must be --target's, whose folder needs no
+    weights then. vLLM and SGLang are given tokens and give tokens back; of others, prepare tokenizes the answers. A key
+    is read from the variable EYAS_API_KEY.
+
     Run it again after any interruption, with another batch size too: finished conversations stay. SIGTERM, Ctrl-C and
     --max-runtime stop it with exit status 75.
 
     \b
     eyas regenerate sharegpt.json answers.jsonl --target ./llama --max-new-tokens 512
+    eyas regenerate sharegpt.json answers.jsonl --target ./llama --endpoint http://node1:8000 --endpoint http://node2:8000
     eyas prepare answers.jsonl prepared --target ./llama
     """
     from eyas.capture.conversations.reading import Reader
+    from eyas.capture.endpoints.server import normalise_url
     from eyas.capture.engines import read_outline
     from eyas.capture.engines.base import EngineSettings
     from eyas.capture.regenerate.session import RegenerateConfig, regenerate
 
+    endpoints = tuple(dict.fromkeys(normalise_url(url) for url in options["endpoints"]))
+    _refuse_engine_options(endpoints)
     with stop_on_signals() as stopping:
         target, revision, trust = options["target"], options["revision"], options["trust_remote_code"]
         outline = read_outline(options["engine"], target=target, revision=revision, trust_remote_code=trust)
@@ -85,6 +109,8 @@ def command(**options: Any) -> None:
             max_new_tokens=options["max_new_tokens"],
             max_tokens=options["max_tokens"],
             engine=options["engine"],
+            endpoints=endpoints,
+            timeout_seconds=options["request_timeout"],
             batch_size=options["batch_size"],
             max_samples=options["max_samples"],
             max_runtime_seconds=options["max_runtime"],
@@ -96,12 +122,30 @@ def command(**options: Any) -> None:
             return
         with Progress("regenerate", options["max_samples"], "conversations") as progress:
             summary = regenerate(
-                reader, options["out"], config, should_stop=stopping.is_set, on_progress=progress.update
+                reader,
+                options["out"],
+                config,
+                should_stop=stopping.is_set,
+                on_progress=progress.update,
+                on_note=lambda line: click.echo(f"eyas: {line}", err=True),
             )
     _report(summary, as_json=options["as_json"])
     if summary.stopped is not None:
         click.echo(f"stopped early ({summary.stopped}): run the same command again to go on", err=True)
         raise SystemExit(EXIT_STOPPED_EARLY)
+
+
+def _refuse_engine_options(endpoints: tuple[str, ...]) -> None:
+    """Options of what runs the target here say nothing to a server, and the other way round."""
+    ctx = click.get_current_context()
+
+    def given(name: str) -> bool:
+        return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+    if endpoints and (wrong := [name for name in ("engine", "device", "dtype") if given(name)]):
+        raise click.UsageError(f"--{wrong[0]} says how the target runs here: leave it out with --endpoint")
+    if not endpoints and given("request_timeout"):
+        raise click.UsageError("--request-timeout belongs to --endpoint")
 
 
 def _report(summary: RegenerateSummary, *, as_json: bool) -> None:
@@ -119,10 +163,18 @@ def _report(summary: RegenerateSummary, *, as_json: bool) -> None:
     facts += [
         ("end with an answer that was cut off", summary.num_cut),
         ("have earlier answers that the template rewrites: not trained", summary.num_rewritten),
+        ("came without token ids: eyas prepare tokenizes their answers again", summary.num_retokenized),
     ]
     for label, number in facts:
         if number:
             click.echo(f"  {number:>9,}  {label}", err=as_json)
+    for tally in summary.endpoints:
+        click.echo(
+            f"  {tally.url}: {tally.num_answers:,} answers, {tally.num_tokens:,} tokens, up to "
+            f"{tally.largest_window:,} at a time; {tally.num_lost:,} lost and asked again, {tally.num_busy:,} times "
+            f"busy, {tally.num_rests:,} times left",
+            err=as_json,
+        )
     for message in summary.cut_off:
         click.echo(f"eyas: {message}", err=True)
     if summary.rejected:

@@ -30,9 +30,19 @@ def render() -> str:
     for name in main.list_commands(group):
         command = main.get_command(group, name)
         assert command is not None
-        context = click.Context(command, info_name=name, parent=group, terminal_width=WIDTH, max_content_width=WIDTH)
-        parts.append(_section(f"eyas {name}", command.get_help(context)))
+        parts += _sections(command, group, f"eyas {name}")
     return "\n".join(parts)
+
+
+def _sections(command: click.Command, parent: click.Context, title: str) -> list[str]:
+    """Of a command, and of those inside it."""
+    name = title.rpartition(" ")[2]
+    context = click.Context(command, info_name=name, parent=parent, terminal_width=WIDTH, max_content_width=WIDTH)
+    inner = command.commands if isinstance(command, click.Group) else {}
+    parts = [_section(title, command.get_help(context))]
+    for name, part in inner.items():
+        parts += _sections(part, context, f"{title} {name}")
+    return parts
 
 
 def _section(title: str, text: str) -> str:

@@ -119,6 +119,14 @@ class Answer:
     finish: Literal["stop", "length"]  # length: cut at max_new_tokens, so there is no end token
 
 
+@dataclass(frozen=True, kw_only=True)
+class MessageAnswer:
+    """What the target answered, from a server that gives no token ids."""
+
+    message: dict[str, Any]  # role assistant; content, reasoning_content, tool_calls
+    finish: Literal["stop", "length"]
+
+
 class Generator(Protocol):
     """One way to have the target answer, with the target loaded."""
 

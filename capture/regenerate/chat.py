@@ -16,7 +16,7 @@ import numpy as np
 from eyas.capture.conversations.borders import encode_with_borders
 from eyas.capture.conversations.normalise import Conversation, RowError, normalise
 from eyas.capture.conversations.template import ChatTemplate
-from eyas.capture.engines.base import Answer, Prompt
+from eyas.capture.engines.base import Answer, MessageAnswer, Prompt
 
 _PLACEHOLDER = "eyas-placeholder-answer"
 
@@ -35,6 +35,7 @@ class Chat:
         self.key = _key(given)
         self.finish = ""
         self.rewritten = False  # the template changed an earlier answer
+        self.retokenize = False  # an answer came without its tokens
         self._given = given
         self._next = 0  # of given.messages
         self._turn = 0
@@ -51,6 +52,15 @@ class Chat:
         """Answers so far."""
         return self._turn
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation so far, up to what is to be answered next."""
+        return self._messages
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        return self._given.tools
+
     def prompt(self, template: ChatTemplate, *, seed: int, max_new_tokens: int, max_tokens: int) -> Prompt | None:
         """What the target is to answer next; None where no room is left within ``max_tokens``.
 
@@ -63,7 +73,7 @@ class Chat:
         room = min(max_new_tokens, max_tokens - kept - len(added))
         if room < 1:
             return None
-        self.rewritten |= self._turn > 0 and continuation is None
+        self.rewritten |= self._turn > 0 and continuation is None and not self.retokenize
         self._text = text
         self._ids = [*self._ids[:kept], *added]
         self._mask = [*self._mask[:kept], *([0] * len(added))]
@@ -72,8 +82,10 @@ class Chat:
             input_ids=np.array(self._ids, np.int32), max_new_tokens=room, seed=int.from_bytes(digest, "little")
         )
 
-    def add(self, answer: Answer, tokenizer: Any) -> bool:
+    def add(self, answer: Answer | MessageAnswer, tokenizer: Any) -> bool:
         """Take the target's answer; says whether another is wanted."""
+        if isinstance(answer, MessageAnswer):
+            return self._add_message(answer)
         self._ids += answer.token_ids
         self._mask += [1] * len(answer.token_ids)
         own = answer.token_ids[:-1] if answer.finish == "stop" else answer.token_ids
@@ -85,6 +97,15 @@ class Chat:
         self.finish = answer.finish
         return answer.finish == "stop" and self._advance()
 
+    def _add_message(self, answer: MessageAnswer) -> bool:
+        """A server's own reading of what the target said."""
+        self.retokenize, self._end_text = True, ""
+        self._messages.append(answer.message)
+        self._turn += 1
+        self.finish = answer.finish
+        # What a tool would give to the target's own call is unknown.
+        return answer.finish == "stop" and "tool_calls" not in answer.message and self._advance()
+
     def row(self) -> dict[str, Any]:
         """The regenerated conversation up to its last answer, as eyas prepare reads it."""
         last = max(n for n, message in enumerate(self._messages) if message["role"] == "assistant")
@@ -95,8 +116,7 @@ class Chat:
             **{name: value for name, value in optional.items() if value is not None},
             "messages": self._messages[: last + 1],
             "finish": self.finish,
-            "input_ids": self._ids,
-            "loss_mask": self._mask,
+            **({} if self.retokenize else {"input_ids": self._ids, "loss_mask": self._mask}),
         }
 
     def _advance(self) -> bool:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from eyas.capture.conversations.normalise import RowError
 from eyas.capture.conversations.prepare import parse_row
 from eyas.capture.conversations.reading import CUT_OFF, Reader
 from eyas.capture.conversations.template import ChatTemplate, read_stop_ids
+from eyas.capture.endpoints.dialects import Question, Reply
+from eyas.capture.endpoints.pool import DEFAULT_MOST, Pool, PoolSettings, Tally
+from eyas.capture.endpoints.server import expected_of
 from eyas.capture.engines import create_generator, hash_weights, read_outline
-from eyas.capture.engines.base import EngineSettings, Prompt, Sampling
+from eyas.capture.engines.base import Answer, EngineSettings, MessageAnswer, Prompt, Sampling
 from eyas.capture.errors import ConversationsError, TargetError
 from eyas.capture.prepared import RejectedRow
 from eyas.capture.regenerate.chat import Chat
 from eyas.capture.regenerate.output import Output
 from eyas.capture.tokenizer import load_tokenizer, tokenizer_identity
+
+AS_SERVED = "as served"  # the dtype of a target that a server runs
 
 # Conversations waiting at a time, in batches: enough to find prompts of about one length.
 BATCHES_WAITING = 8
@@ -35,7 +41,9 @@ class RegenerateConfig:
     max_new_tokens: int
     max_tokens: int | None  # of a whole conversation; None: the target's positions
     engine: str
-    batch_size: int | None  # None: the engine's choice
+    endpoints: tuple[str, ...] = ()  # addresses of servers that run the target; the engine runs it where there are none
+    timeout_seconds: float = 600.0  # of one answer of a server
+    batch_size: int | None  # answers at a time, at each server at most; None: the engine's choice
     max_samples: int | None  # the first so many conversations of the input that can be answered
     max_runtime_seconds: float | None
 
@@ -55,9 +63,11 @@ class RegenerateSummary:
     num_duplicates: int
     num_cut: int  # new conversations that end with an answer cut at --max-new-tokens
     num_rewritten: int  # new conversations whose template rewrites earlier answers: those are not trained
+    num_retokenized: int  # new conversations whose server gave no token ids, so that prepare tokenizes them
     cut_off: list[str]  # what could not be read of the input
     seconds: float  # from the first batch on
-    stopped: str | None  # "signal" or "max runtime"
+    stopped: str | None  # "signal", "max runtime" or "no endpoint answers"
+    endpoints: list[Tally] = field(default_factory=list)  # what each server did
 
 
 @dataclass
@@ -73,14 +83,16 @@ def regenerate(
     *,
     should_stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[int, str], None] = lambda amount, note: None,
+    on_note: Callable[[str], None] = lambda line: None,
 ) -> RegenerateSummary:
     """Append to ``out`` the conversations of ``reader`` with the target's own answers.
 
-    ``on_progress`` is told how many conversations were finished, and a note. Run again after any interruption, with
-    another batch size too, it goes on with what is missing. Raises ConversationsError, TargetError.
+    ``on_progress`` is told how many conversations were finished, and a note; ``on_note`` what a user should know of the
+    servers. Run again after any interruption, with
+    another batch size too, it goes on with what is missing. Raises ConversationsError, TargetError, EndpointError.
     """
     started = time.monotonic()
-    session = _Session(reader, config, out, on_progress)
+    session = _Session(reader, config, out, on_progress, on_note)
 
     def why_stop() -> str | None:
         if should_stop():
@@ -95,7 +107,12 @@ def regenerate(
 
 class _Session:
     def __init__(
-        self, reader: Reader, config: RegenerateConfig, out: Path, on_progress: Callable[[int, str], None]
+        self,
+        reader: Reader,
+        config: RegenerateConfig,
+        out: Path,
+        on_progress: Callable[[int, str], None],
+        on_note: Callable[[str], None],
     ) -> None:
         settings = config.settings
         target, revision, trust = settings.target, settings.revision, settings.trust_remote_code
@@ -117,6 +134,8 @@ class _Session:
         limits = [limit for limit in (config.max_tokens, outline.max_positions) if limit is not None]
         self._max_tokens = min(limits, default=2**31)
         self._config = config
+        weights_hash = hash_weights(config.engine, target=target, revision=revision)
+        self._expected = expected_of(target, outline, tokenizer, weights_hash)
         self._sampling = Sampling(temperature=config.temperature, top_p=config.top_p, stop_ids=frozenset(ends))
         greedy = config.temperature == 0
         self.output = Output(
@@ -124,9 +143,9 @@ class _Session:
             {
                 "format": "eyas-regenerated",
                 "config_hash": outline.config_hash,
-                "weights_hash": hash_weights(config.engine, target=target, revision=revision),
+                "weights_hash": weights_hash,
                 "tokenizer": asdict(tokenizer_identity(target, tokenizer, revision)),
-                "dtype": settings.dtype,
+                "dtype": AS_SERVED if config.endpoints else settings.dtype,
                 "temperature": config.temperature,
                 "top_p": None if greedy else config.top_p,
                 "seed": None if greedy else config.seed,
@@ -135,12 +154,13 @@ class _Session:
             },
         )
         self._reader = reader
-        self._on_progress = on_progress
+        self._on_progress, self._on_note = on_progress, on_note
         self._rejected: Counter[str] = Counter()
         self._cut_off: list[str] = []
         self._waiting: list[_Waiting] = []  # in the order they came
         self._num_new = self._num_answers = self._num_tokens = self._num_duplicates = 0
-        self._num_cut = self._num_rewritten = 0
+        self._num_cut = self._num_rewritten = self._num_retokenized = 0
+        self._tallies: list[Tally] = []
         self._num_wanted = 0  # conversations of the input so far that can be answered, those done included
         self._first_batch = self._last_answer = time.monotonic()
 
@@ -153,6 +173,11 @@ class _Session:
                     f"{self._reader.name}: no row of it can be regenerated, see {self.output.rejects_path}"
                 )
             return None
+        if self._config.endpoints:
+            return asyncio.run(self._run_endpoints(chats, why_stop))
+        return self._run_engine(chats, why_stop)
+
+    def _run_engine(self, chats: Iterator[Chat], why_stop: Callable[[], str | None]) -> str | None:
         config = self._config
         generator = create_generator(config.engine, config.settings, self._sampling, config.batch_size)
         self._first_batch = time.monotonic()
@@ -160,18 +185,53 @@ class _Session:
             batch = self._take(generator.batch_size, generator.prompt_tokens)
             unanswered = dict(enumerate(batch))
             for number, answer in generator.generate([w.prompt for w in batch], lambda: why_stop() is not None):
-                waiting = unanswered.pop(number)
-                self._num_answers += 1
-                self._num_tokens += len(answer.token_ids)
-                self._last_answer = time.monotonic()
-                if waiting.chat.add(answer, self._template.tokenizer):
-                    self._ask(waiting.chat)
-                else:
-                    self._finish(waiting.chat)
+                self._take_answer(unanswered.pop(number).chat, answer, len(answer.token_ids))
             self._waiting += unanswered.values()
             if (reason := why_stop()) is not None and self._refill(chats, 1):
                 return reason
         return None
+
+    async def _run_endpoints(self, chats: Iterator[Chat], why_stop: Callable[[], str | None]) -> str | None:
+        config = self._config
+
+        def next_question() -> tuple[Question, _Waiting] | None:
+            if not self._refill(chats, 1):
+                return None
+            waiting = self._waiting.pop()  # the newest: a conversation that goes on finds its tokens cached
+            chat = waiting.chat
+            return Question(prompt=waiting.prompt, messages=[*chat.messages], tools=chat.tools), waiting
+
+        def on_reply(waiting: _Waiting, reply: Reply) -> None:
+            self._take_answer(waiting.chat, reply.answer, reply.num_tokens)
+
+        def on_failure(waiting: _Waiting, kind: str, reason: str) -> None:
+            self._reject(waiting.chat.source, waiting.chat.row_id, kind, reason)
+
+        settings = PoolSettings(
+            urls=config.endpoints,
+            expected=self._expected,
+            sampling=self._sampling,
+            most=config.batch_size or DEFAULT_MOST,
+            timeout_seconds=config.timeout_seconds,
+        )
+        async with Pool(settings, self._on_note) as pool:
+            self._tallies = pool.tallies
+            if pool.max_tokens is not None and pool.max_tokens < self._max_tokens:
+                self._on_note(f"conversations are kept within the {pool.max_tokens} tokens that the servers take")
+                self._max_tokens = pool.max_tokens
+            self._first_batch = time.monotonic()
+            stopped, left = await pool.run(next_question, on_reply, on_failure, why_stop)
+            self._waiting += left
+            return stopped
+
+    def _take_answer(self, chat: Chat, answer: Answer | MessageAnswer, num_tokens: int) -> None:
+        self._num_answers += 1
+        self._num_tokens += num_tokens
+        self._last_answer = time.monotonic()
+        if chat.add(answer, self._template.tokenizer):
+            self._ask(chat)
+        else:
+            self._finish(chat)
 
     def summary(self, stopped: str | None) -> RegenerateSummary:
         return RegenerateSummary(
@@ -186,9 +246,11 @@ class _Session:
             num_duplicates=self._num_duplicates,
             num_cut=self._num_cut,
             num_rewritten=self._num_rewritten,
+            num_retokenized=self._num_retokenized,
             cut_off=self._cut_off,
             seconds=self._last_answer - self._first_batch,
             stopped=stopped,
+            endpoints=self._tallies,
         )
 
     def _missing(self) -> Iterator[Chat]:
@@ -260,6 +322,7 @@ class _Session:
         self._num_new += 1
         self._num_cut += chat.finish == "length"
         self._num_rewritten += chat.rewritten
+        self._num_retokenized += chat.retokenize
         rate = self._num_tokens / max(time.monotonic() - self._first_batch, 1e-9)
         self._on_progress(1, f"{self._num_tokens:,} tokens, {rate:,.0f} tokens/s")
 

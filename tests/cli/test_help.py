@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "prepare": """--dry-run --json --last-turn-only --max-samples --max-tokens --min-trained-tokens --overlong
         --revision --show --split --strict --target --trust-remote-code --workers""",
-    "regenerate": """--batch-size --device --dry-run --dtype --engine --json --max-new-tokens --max-runtime
-        --max-samples --max-tokens --revision --seed --split --target --temperature --top-p --trust-remote-code""",
+    "regenerate": """--batch-size --device --dry-run --dtype --endpoint --engine --json --max-new-tokens --max-runtime
+        --max-samples --max-tokens --request-timeout --revision --seed --split --target --temperature --top-p
+        --trust-remote-code""",
     "capture": """--batch-tokens --codec --codec-threads --convention --device --dp --draft --dry-run --dtype --engine
         --json --last-hidden --layers --max-rejects --max-runtime --max-samples --no-target-statistics --retry-rejects
         --revision --serving-engine --shard-size --taps --target --target-statistics --tp --trust-remote-code
@@ -37,13 +38,19 @@ OPTIONS = {
         --optimizer --overlong --plot --reader-threads --save-every --schedule --seed --serving-engine --shard
         --step-weights --target --tensorboard --trainer --trust-remote-code --ttt-steps --validate-every --validation
         --warmup --weight-decay""",
-    "eval": """--baselines --dataset --decode --device --draft-ms --draft-tokens --dry-run --dtype --engine --json
-        --max-new-tokens --max-prompts --plot --seed --steps --target --temperature --trust-remote-code --validation
-        --verify-ms""",
+    "eval": """--baselines --dataset --decode --device --draft-ms --draft-tokens --dry-run --dtype --endpoint --engine
+        --json --max-new-tokens --max-prompts --plot --seed --steps --target --temperature --trust-remote-code
+        --validation --verify-ms""",
     "export": "--draft-vocab-size --dtype --engine --json --source-engine --target",
     "inspect": "--from --json --plot --sample --target --trust-remote-code --verify --workers",
     "upload": "--dry-run --json --verify --workers",
     "download": "--dry-run --json --workers",
+    "serve start": """--dataset --draft --draft-tokens --dry-run --engine --host --json --no-probe --port --probe
+        --python --target --tp --wait""",
+    "serve restart": """--dataset --draft --draft-tokens --dry-run --engine --grace --host --json --no-probe --port
+        --probe --python --target --tp --wait""",
+    "serve stop": "--grace --json",
+    "serve status": "--json",
 }
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "vllm", "sglang", "fsspec", "huggingface_hub")
@@ -53,6 +60,19 @@ def _command(name: str) -> click.Command:
     command = main.get_command(click.Context(main), name)
     assert command is not None
     return command
+
+
+def _all_commands() -> dict[str, click.Command]:
+    """By what is typed; of a group, the commands inside it."""
+    found: dict[str, click.Command] = {}
+    for name in COMMANDS:
+        command = _command(name)
+        inner = command.commands if isinstance(command, click.Group) else None
+        found |= {name: command} if inner is None else {f"{name} {part}": inner[part] for part in inner}
+    return found
+
+
+NAMES = [*OPTIONS, "serve"]
 
 
 def test_docs_are_what_help_says() -> None:
@@ -78,29 +98,31 @@ def test_help_says_the_same_on_every_machine() -> None:
 
 def test_the_set_of_options() -> None:
     found = {
-        name: {option for p in _command(name).params for option in [*p.opts, *p.secondary_opts] if option[0] == "-"}
-        for name in COMMANDS
+        name: {option for p in command.params for option in [*p.opts, *p.secondary_opts] if option[0] == "-"}
+        for name, command in _all_commands().items()
     }
     assert found == {name: set(options.split()) for name, options in OPTIONS.items()}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_is_a_full_word_and_says_what_it_does(name: str) -> None:
-    for parameter in _command(name).params:
+    for parameter in _all_commands()[name].params:
         if isinstance(parameter, click.Option):
             assert parameter.help, parameter.opts
             assert all(option.startswith("--") for option in parameter.opts), parameter.opts
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_help_names_its_command_and_shows_an_example(name: str) -> None:
-    result = CliRunner().invoke(main, [name, "-h"], prog_name="eyas")
+    result = CliRunner().invoke(main, [*name.split(), "-h"], prog_name="eyas")
     assert result.exit_code == 0
     assert result.output.startswith(f"Usage: eyas {name} ")
     assert f"\n  eyas {name} " in result.output
 
 
-@pytest.mark.parametrize("arguments", [(), *((name,) for name in COMMANDS)], ids=lambda a: " ".join(a) or "eyas")
+@pytest.mark.parametrize(
+    "arguments", [(), *(tuple(name.split()) for name in NAMES)], ids=lambda a: " ".join(a) or "eyas"
+)
 def test_help_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
     code = (
         "import sys\n"

@@ -183,7 +183,7 @@ def decode_prompts(
             tally.add(turn, decoded)
             if temperature == 0:
                 tally.compare(turn, answer, decoded)
-        prompts.answer(answer.token_ids)
+        prompts.answer(turn, answer.token_ids)
     if not plain.num_turns:
         raise EyasError(f"no prompt leaves room for {max_new_tokens} tokens within the target's positions")
     on_progress(len(prompts) - last, f"{plain.num_tokens:,} tokens")

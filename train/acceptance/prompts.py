@@ -30,6 +30,7 @@ class Turn:
     turn: int
     category: str
     token_ids: list[int]
+    seed: int  # of its answer's own random numbers, where a server draws them
 
 
 class Prompts:
@@ -65,22 +66,39 @@ class Prompts:
 
     def turns(self, *, max_new_tokens: int, max_tokens: int) -> Iterator[Turn]:
         """Each turn of each prompt that leaves room for an answer. ``answer`` each before asking for the next."""
-        for number, (chat, category) in enumerate(self._chats):
-            self._asked, more = chat, True
-            while more:
-                try:
-                    prompt = chat.prompt(self.template, seed=0, max_new_tokens=max_new_tokens, max_tokens=max_tokens)
-                except RowError as error:
-                    raise EyasError(f"{chat.source}: {error.reason}") from error
-                if prompt is None or prompt.max_new_tokens < max_new_tokens:
-                    break
-                yield Turn(number, chat.turn, category, prompt.input_ids.tolist())
-                more = self._more
+        for number in range(len(self)):
+            self._more = True
+            while self._more and (turn := self.ask(number, max_new_tokens=max_new_tokens, max_tokens=max_tokens)):
+                yield turn
 
-    def answer(self, token_ids: list[int]) -> None:
-        """What the target answered to the last turn. Where it was cut off it is closed like any other."""
+    def ask(self, number: int, *, max_new_tokens: int, max_tokens: int, seed: int = 0) -> Turn | None:
+        """The next turn of prompt ``number``; None where it leaves no room for an answer. Raises EyasError."""
+        chat, category = self._chats[number]
+        try:
+            prompt = chat.prompt(self.template, seed=seed, max_new_tokens=max_new_tokens, max_tokens=max_tokens)
+        except RowError as error:
+            raise EyasError(f"{chat.source}: {error.reason}") from error
+        if prompt is None or prompt.max_new_tokens < max_new_tokens:
+            return None
+        return Turn(number, chat.turn, category, prompt.input_ids.tolist(), prompt.seed)
+
+    def answer(self, turn: Turn, token_ids: list[int]) -> bool:
+        """What the target answered to ``turn``; says whether its prompt has another.
+
+        Where it was cut off it is closed like any other.
+        """
         closed = token_ids if token_ids[-1] in self.stop_ids else [*token_ids, self._end]
-        self._more = self._asked.add(Answer(token_ids=closed, finish="stop"), self.tokenizer)
+        chat, _ = self._chats[turn.prompt]
+        self._more = chat.add(Answer(token_ids=closed, finish="stop"), self.tokenizer)
+        return self._more
+
+    @property
+    def categories(self) -> dict[str, list[int]]:
+        """The numbers of the prompts of each category, in the file's order."""
+        found: dict[str, list[int]] = {}
+        for number, (_, category) in enumerate(self._chats):
+            found.setdefault(category, []).append(number)
+        return found
 
     @property
     def _end(self) -> int:

@@ -1,6 +1,7 @@
-"""Files that the other trainers' own code made, and our files in their own readers' hands.
+"""Files that the other systems' own code made, and our files in their own readers' hands.
 
-golden/ holds a few of the former (real/make_golden.py makes them), with what a replay of the target says of each token.
+golden/ holds a few of the former (real/make_golden.py and make_golden_vllm.py make them), with what a replay of the
+target says of each token.
 What needs the trainers themselves runs where EYAS_SPECFORGE, EYAS_MODELOPT, EYAS_EAGLE or EYAS_TORCHSPEC name them.
 """
 
@@ -60,6 +61,42 @@ def test_golden_files_are_read_for_what_they_are(which: str) -> None:
         if name != "modelopt":  # whose tokens were masked by the template, and to the same
             assert mask == said[ids]["loss_mask"]
         _agrees(sample, said[ids])
+
+
+def _normed(last_TH: torch.Tensor) -> torch.Tensor:
+    """First channel of the target's final norm, whose weights are 1: [T]."""
+    return (last_TH * torch.rsqrt(last_TH.square().mean(-1, keepdim=True) + 1e-6))[:, 0]
+
+
+def test_speculators_files_are_read_for_what_they_are() -> None:
+    said = json.loads((GOLDEN / "speculators.json").read_text())
+    layout = detect(GOLDEN / "speculators", "speculators")
+    assert layout is not None
+    assert (layout.num_files, layout.num_taps, layout.hidden_size, layout.dtype) == (2, 3, 32, "float32")
+    assert (layout.last_hidden, layout.has_loss_mask, layout.problems) == ("pre-norm", True, ())
+    samples = read_all(open_reader(GOLDEN / "speculators", "speculators"))
+    assert len(samples) == len(said) == 2
+    for sample, expected in zip(samples, said, strict=True):
+        assert sample.input_ids.tolist() == expected["input_ids"]
+        assert sample.loss_mask is not None
+        assert sample.loss_mask.tolist() == expected["loss_mask"]
+        assert sample.last_hidden is not None
+        torch.testing.assert_close(sample.features[:, :, 0], torch.tensor(expected["features"]), rtol=0, atol=2e-4)
+        torch.testing.assert_close(_normed(sample.last_hidden), torch.tensor(expected["final"]), rtol=0, atol=2e-4)
+
+
+def test_vllm_files_are_read_for_what_they_are() -> None:
+    said = {tuple(sample["input_ids"]): sample for sample in json.loads((GOLDEN / "vllm.json").read_text())}
+    layout = detect(GOLDEN / "vllm", "vllm")
+    assert layout is not None
+    assert (layout.num_files, layout.num_taps, layout.hidden_size, layout.dtype) == (3, 4, 32, "float32")
+    assert (layout.last_hidden, layout.has_loss_mask) == (None, False)
+    found = {tuple(sample.input_ids.tolist()): sample for sample in read_all(open_reader(GOLDEN / "vllm", "vllm"))}
+    assert found.keys() == said.keys()
+    for ids, sample in found.items():
+        expected = said[ids]
+        torch.testing.assert_close(sample.features[:, :3, 0], torch.tensor(expected["features"]), rtol=0, atol=2e-4)
+        torch.testing.assert_close(_normed(sample.features[:, 3]), torch.tensor(expected["final"]), rtol=0, atol=2e-4)
 
 
 def test_modelopt_says_what_it_does_not_know() -> None:
