@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,29 +96,39 @@ def declared_taps(options: dict[str, Any], source: Path, layout: Layout, facts: 
     from eyas.taps.selection import select_taps
 
     chosen = {name: options[name] for name in ("taps", "layers", "from_config", "convention")}
+    said = stated_taps(source, layout)
     if any(chosen.values()):
-        return select_taps(facts, **chosen)
-    if (own := _own_export(source, layout, facts)) is not None:
-        return own
-    if layout.taps is not None:
-        return layout.taps
+        taps = select_taps(facts, **chosen)
+        refuse_contradiction(source, said, taps)
+        return taps
+    if said is not None:
+        return said
     if layout.layer_ids is not None and layout.convention is not None:
         return resolve(layout.convention, layout.layer_ids, facts)
     raise UsageError(_which_taps(source, layout, facts))
 
 
-def _own_export(source: Path, layout: Layout, facts: TargetFacts) -> tuple[Tap, ...] | None:
-    """The taps that eyas's own export says it holds."""
+def stated_taps(source: Path, layout: Layout) -> tuple[Tap, ...] | None:
+    """The taps that the folder names outright: an export of eyas's own, or a dump's description."""
     from eyas.standardize.formats.write_rows import read_done
     from eyas.taps.notation import parse_tap
 
     done = read_done(source)
     if done is None or done.get("format") != layout.format:
-        return None
+        return layout.taps
     taps = [parse_tap(str(tap)) for tap in done.get("taps", ())]
     if layout.last_hidden is None and done.get("last_hidden"):
         taps.append(parse_tap(str(done["last_hidden"])))
     return tuple(taps) if len(taps) == layout.num_taps else None
+
+
+def refuse_contradiction(source: Path, said: tuple[Tap, ...] | None, taps: Sequence[Tap]) -> None:
+    """Raises EyasError where the folder itself names other taps than ``taps``."""
+    if said is not None and said != tuple(taps):
+        raise EyasError(
+            f"{source} says itself that it holds {format_taps(said)}, and {format_taps(taps)} is asked for: leave "
+            f"--taps and --layers out, or, if the folder is wrong, mend its description (eyas-dump.toml, eyas.json)"
+        )
 
 
 def _which_taps(source: Path, layout: Layout, facts: TargetFacts) -> str:

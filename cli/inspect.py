@@ -116,7 +116,7 @@ def _inspect_foreign(folder: Path, options: dict[str, Any]) -> None:
     try:
         layout = detect(folder, options["from_format"])
     except FormatError as error:
-        raise FormatError(f"{folder}: no {IDENTITY_FILE} there, so this is no eyas dataset; and {error}") from error
+        raise FormatError(f"{error} (it is no eyas dataset: no {IDENTITY_FILE} is there)") from error
     facts = None
     if options["target"] is not None:
         facts = facts_of(target_identity(options["target"], trust_remote_code=options["trust_remote_code"])[1])

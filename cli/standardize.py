@@ -391,10 +391,12 @@ def _foreign_request(options: dict[str, Any]) -> ForeignRequest:
         facts_of,
         identified_taps,
         masks_of,
+        refuse_contradiction,
+        stated_taps,
         target_identity,
         tokenizer_of,
     )  # fmt: skip
-    from eyas.standardize.foreign import foreign_request
+    from eyas.standardize.foreign import foreign_request, refuse_without_mask
     from eyas.standardize.formats.registry import open_reader
 
     source, target = options["source"], options["target"]
@@ -409,15 +411,18 @@ def _foreign_request(options: dict[str, Any]) -> ForeignRequest:
     reader = open_reader(source, layout)
     identity, outline = target_identity(target, trust_remote_code=trust)
     facts = facts_of(outline)
+    tokenizer = tokenizer_of(target, trust_remote_code=trust)
+    prepared = options["prepared"]
+    mask_of = None if prepared is None else masks_of(prepared, tokenizer, target)
+    refuse_without_mask(source, layout, mask_of)
     beside = layout.last_hidden
     if options["taps"] == IDENTIFY:
         taps, beside = identified_taps(
             reader, target, facts, trust_remote_code=trust, say=lambda line: click.echo(line, err=True)
         )
+        refuse_contradiction(source, stated_taps(source, layout), taps)
     else:
         taps = declared_taps(options, source, layout, facts)
-    tokenizer = tokenizer_of(target, trust_remote_code=trust)
-    prepared = options["prepared"]
     return foreign_request(
         source,
         options["out"],
@@ -428,7 +433,7 @@ def _foreign_request(options: dict[str, Any]) -> ForeignRequest:
         last_hidden=_last_hidden(options, identity.num_layers),
         beside=beside,
         codec="raw" if options["codec"] == "captured" else options["codec"],
-        mask_of=None if prepared is None else masks_of(prepared, tokenizer, target),
+        mask_of=mask_of,
     )
 
 
@@ -439,7 +444,7 @@ def _detect(source: Path, name: str | None) -> Any:
     try:
         return detect(source, name)
     except FormatError as error:
-        raise FormatError(f"{source}: no {IDENTITY_FILE} there, so this is no eyas dataset; and {error}") from error
+        raise FormatError(f"{error} (it is no eyas dataset: no {IDENTITY_FILE} is there)") from error
 
 
 def _say_importing(event: Any) -> None:
@@ -515,12 +520,12 @@ def _writer(options: dict[str, Any], dataset: Any) -> tuple[Writer, dict[str, st
     """The format's writer, and what else than the dataset its bytes depend on."""
     import torch
 
-    from eyas.standardize.formats.registry import create_writer
+    from eyas.standardize.formats.registry import POST_NORM, create_writer
     from eyas.taps.notation import FINAL
 
     identity, target = dataset.identity, options["target"]
-    norm = None
-    if target is not None and identity.last_hidden not in (None, FINAL):
+    norm, bytes_depend_on = None, {}
+    if target is not None and identity.last_hidden not in (None, FINAL) and options["to_format"] in POST_NORM:
         from eyas.train.target_parts import load_target_parts
 
         _check_target(target, identity.target, options["trust_remote_code"])
@@ -528,9 +533,10 @@ def _writer(options: dict[str, Any], dataset: Any) -> tuple[Writer, dict[str, st
         # lm_head is not needed, and may be large.
         parts = load_target_parts(target, rows=torch.empty(0, dtype=torch.int64), dtype=dtype)
         norm = parts.as_captured(identity.target).final
+        bytes_depend_on["norm"] = "applied"
     size = options["draft_vocab_size"]
     if size is None or size == identity.target.vocab_size:
-        return create_writer(options["to_format"], final_norm=norm), {}
+        return create_writer(options["to_format"], final_norm=norm), bytes_depend_on
     if target is None or not Path(target).is_dir():
         raise UsageError(f"--draft-vocab-size {size}: the target's end tokens must be in it: give its folder, --target")
     from eyas.align.checks.subject import TargetFolder
@@ -542,7 +548,7 @@ def _writer(options: dict[str, Any], dataset: Any) -> tuple[Writer, dict[str, st
         counts, size, always_ids(TargetFolder(Path(target), options["trust_remote_code"]), counts)
     )
     writer = create_writer(options["to_format"], final_norm=norm, d2t=vocabulary.d2t, t2d=vocabulary.t2d)
-    return writer, {"draft vocabulary": vocabulary.fingerprint}
+    return writer, {**bytes_depend_on, "draft vocabulary": vocabulary.fingerprint}
 
 
 def _check_target(target: str, captured: TargetIdentity, trust_remote_code: bool) -> None:
@@ -569,6 +575,8 @@ def _print_rows(out: Path, name: str, summary: RowsSummary) -> None:
         f"this run: {summary.num_new:,} samples, {summary.num_new_tokens:,} tokens, "
         f"{format_bytes(summary.num_new_bytes)}"
     )
+    if summary.changed is not None:
+        click.echo(summary.changed, err=True)
     if summary.stopped == "max disk":
         click.echo(
             f"{out} holds what --max-disk allows: move its files elsewhere (but for .eyas-rows) and run the same "

@@ -39,6 +39,8 @@ def read_tensor_file(file: Path) -> Any:
     from safetensors import SafetensorError
     from safetensors.torch import load, load_file
 
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+        raise TensorFileError(file, "is no regular file")
     packed = file.suffix == ".gz"
     suffix = Path(file.stem).suffix if packed else file.suffix
     try:
@@ -78,4 +80,6 @@ def read_tensor_file(file: Path) -> Any:
         struct.error,
         tokenize.TokenError,
     ) as error:
-        raise TensorFileError(file, f"cannot be read, truncated or damaged ({error})") from error
+        raise TensorFileError(
+            file, f"cannot be read, truncated or damaged ({type(error).__name__}: {error})"
+        ) from error

@@ -99,11 +99,7 @@ def foreign_request(
         raise EyasError(f"{out} is the folder {source} or inside it, which is never changed: name another")
     if out.exists() and not (out / IDENTITY_FILE).exists() and any(not p.name.startswith(".") for p in out.iterdir()):
         raise EyasError(f"{out} holds files and is no eyas dataset: name a new or an empty folder")
-    if not layout.has_loss_mask and mask_of is None:
-        raise FormatError(
-            f"{source}: {layout.format} keeps no loss mask there, and without one nothing says which tokens are "
-            f"targets: give the prepared folder that the tokens came from (--prepared)"
-        )
+    refuse_without_mask(source, layout, mask_of)
     feature_taps, kept, from_slot = _last_hidden(source, beside, target, tuple(taps), last_hidden)
     return ForeignRequest(
         source=source,
@@ -124,6 +120,15 @@ def foreign_request(
             prepared=PreparedIdentity(fingerprint="", num_samples=0),
         ),
     )
+
+
+def refuse_without_mask(source: Path, layout: Layout, mask_of: MaskOf | None) -> None:
+    """Raises FormatError where nothing says which tokens are targets."""
+    if not layout.has_loss_mask and mask_of is None:
+        raise FormatError(
+            f"{source}: {layout.format} keeps no loss mask there, and without one nothing says which tokens are "
+            f"targets: give the prepared folder that the tokens came from (--prepared)"
+        )
 
 
 def _check_layout(source: Path, layout: Layout, target: TargetIdentity, taps: Sequence[Tap]) -> None:

@@ -40,6 +40,8 @@ def read_shape(file: Path) -> StatesShape | None:
     """From the header alone; None where ``file`` is not in this layout, or cannot be read."""
     from safetensors import SafetensorError, safe_open
 
+    if not file.is_file():  # opening a pipe would wait for its writer
+        return None
     try:
         with safe_open(file, framework="numpy") as opened:
             if not {STATES, TOKENS} <= set(opened.keys()):

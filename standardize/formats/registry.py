@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 READABLE = ("vllm", "speculators", "specforge", "modelopt", "eagle", "torchspec", "dump")
 WRITABLE = ("vllm", "speculators", "specforge", "modelopt", "eagle")
+POST_NORM = ("specforge", "modelopt", "eagle")  # whose writers apply the target's norm where they are given it
 
 
 def detect(folder: Path, name: str | None = None) -> Layout:

@@ -180,6 +180,8 @@ def _counted(name: str) -> list[tuple[int, str]]:
 def _described(value: Any) -> str:
     import torch
 
+    if isinstance(value, torch.Tensor) and not is_plain(value):
+        return f"a {value.device.type} tensor, {str(value.layout).removeprefix('torch.')}"
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (list, tuple, dict)) else "")

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,9 @@ from eyas.shards.atomic import fsync_folder, publish, start_writeback
 from eyas.shards.dataset import Dataset
 from eyas.shards.errors import HeldError
 from eyas.shards.identity import content_hash
+from eyas.shards.ledger import SHARDS_FOLDER
 from eyas.shards.report import plain_bytes_per_token
+from eyas.shards.validate import validate
 from eyas.standardize.formats.base import FormatError, Writer
 
 JOURNAL_FILE = ".eyas-rows"
@@ -73,6 +75,7 @@ class RowsSummary:
     num_new_tokens: int
     num_new_bytes: int
     stopped: Literal["signal", "max disk"] | None  # why it stopped with rows left
+    changed: str | None = None  # what became of the files since an earlier run finished them
 
 
 def read_done(out: Path) -> dict[str, Any] | None:
@@ -132,7 +135,8 @@ def write_rows(
     contents = _contents(dataset, format, ids, options or {})
     if _is_complete(out, contents):
         (out / JOURNAL_FILE).unlink(missing_ok=True)  # of a run that was killed in its last instant
-        return _summary(len(ids), np.ones(len(ids), np.bool_), _Progress(), None)
+        summary = _summary(len(ids), np.ones(len(ids), np.bool_), _Progress(), None)
+        return replace(summary, changed=_changed(out))
     if out.is_dir() and not (out / JOURNAL_FILE).exists() and any(not p.name.startswith(".") for p in out.iterdir()):
         raise FormatError(f"{out} is not empty: give a new folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -149,7 +153,7 @@ def write_rows(
         if stopped is None:
             writer.finish(out, dataset, ids)
             fsync_folder(out)
-            publish(out / DONE_FILE, json.dumps(contents).encode())
+            publish(out / DONE_FILE, json.dumps({**contents, **_held(out)}).encode())
             (out / JOURNAL_FILE).unlink()
         return _summary(len(ids), done, progress, stopped)
 
@@ -202,6 +206,29 @@ def _check_space(out: Path, plan: RowsPlan) -> None:
             f"{out}: {plan.num_left:,} samples are a file each, and the disk has {disk.f_favail:,} inodes free: give "
             f"another disk, or write it piecewise with --max-disk (docs/formats.md)"
         )
+
+
+def _held(out: Path) -> dict[str, int]:
+    """The files of the export that ``out`` holds, and their bytes."""
+    sizes = [
+        os.stat(os.path.join(parent, name)).st_size
+        for parent, _, names in os.walk(out)
+        for name in names
+        if name not in (DONE_FILE, JOURNAL_FILE)
+    ]
+    return {"num_files": len(sizes), "num_bytes": sum(sizes)}
+
+
+def _changed(out: Path) -> str | None:
+    """How ``out`` differs from what its done marker says that it held; None where it does not."""
+    done, now = read_done(out) or {}, _held(out)
+    if all(done.get(name) == value for name, value in now.items()):
+        return None
+    return (
+        f"{out} held {done.get('num_files', 0):,} files of {done.get('num_bytes', 0):,} bytes when it was finished and "
+        f"holds {now['num_files']:,} of {now['num_bytes']:,} now. If they were not moved elsewhere, remove {out} and "
+        f"write it anew"
+    )
 
 
 # --- the journal --------------------------------------------------------------------------------
@@ -368,6 +395,8 @@ class _Export:
         self._full = False
         self._events: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._folders: set[str] = set()
+        self._proofs: dict[int, threading.Lock] = {}  # by shard
+        self._proven: set[int] = set()
 
     def run(
         self, should_stop: Callable[[], bool], progress: _Progress, written: Callable[[int], None]
@@ -425,7 +454,9 @@ class _Export:
 
     def _write(self, row: int, batch: _Batch) -> bool:
         """Write one sample's files; False where the disk budget does not allow it."""
-        sample = self._dataset.sample(self._ids[row])
+        shard, n = self._dataset.locate(self._ids[row])
+        self._prove(shard)
+        sample = self._dataset.shard(shard).sample(n)
         files = self._writer.files(row, sample)
         num_bytes = sum(piece.nbytes if isinstance(piece, memoryview) else len(piece)
                         for pieces in files.values() for piece in pieces)  # fmt: skip
@@ -450,6 +481,17 @@ class _Export:
         batch.num_bytes += num_bytes
         self._events.put((sample.num_tokens, num_bytes))
         return True
+
+    def _prove(self, shard: int) -> None:
+        """Compare a shard with its checksums before the first of its samples is written: what other systems read has
+        none, so that nobody could find a damaged byte in it later. Raises ShardError."""
+        with self._lock:
+            proof = self._proofs.setdefault(shard, threading.Lock())
+        with proof:
+            if shard not in self._proven:
+                entry = self._dataset.ledgers.entries[shard]
+                validate(self._dataset.path / SHARDS_FOLDER / entry.shard, self._dataset.identity, entry)
+                self._proven.add(shard)
 
     def _make_folder(self, folder: str) -> None:
         if folder not in self._folders:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -245,3 +246,66 @@ def test_tokens_of_other_rows_are_rejected_by_name(inputs: Path, tmp_path: Path)
     assert result.exit_code == 1
     assert "none of its 30 samples can be used" in result.stderr
     assert "has these" in result.stderr
+
+
+def test_a_damaged_shard_is_not_handed_on(inputs: Path, tmp_path: Path) -> None:
+    shutil.copytree(inputs / "standard", tmp_path / "standard")
+    shard = sorted((tmp_path / "standard" / "shards").iterdir())[0]
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.unlink()  # it may be a link to the captured one
+    shard.write_bytes(content)
+    for name in ("speculators", "modelopt"):
+        result = eyas("standardize", tmp_path / "standard", tmp_path / name, "--format", name)
+        assert result.exit_code == 1
+        assert shard.name in result.stderr
+        assert not (tmp_path / name / "eyas.json").exists()
+
+
+def test_taps_that_the_folder_itself_contradicts_are_refused(inputs: Path, tmp_path: Path) -> None:
+    for option in (["--taps", "after:2,after:3,after:5"], ["--layers", "1,3,5", "--convention", "vllm@0.32.0"]):
+        result = eyas("standardize", inputs / "speculators", tmp_path / "out", "--target", inputs / "target", *option)
+        assert result.exit_code == 1
+        assert f"says itself that it holds {TAPS}" in result.stderr
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_export_says_what_became_of_its_files(inputs: Path, tmp_path: Path) -> None:
+    shutil.copytree(inputs / "speculators", tmp_path / "out")
+    again = ["standardize", inputs / "standard", tmp_path / "out", "--format", "speculators"]
+    assert "when it was finished" not in eyas(*again).stderr
+    file = tmp_path / "out" / "hidden_states" / "hs_3.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    result = eyas(*again)
+    assert result.exit_code == 0
+    assert "when it was finished" in result.stderr
+
+
+def test_a_pipe_among_the_files_is_rejected_and_not_waited_for(inputs: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(inputs / "speculators-by-others", source)
+    for name in ("hs_0.safetensors", "hs_4.safetensors"):
+        (source / "hidden_states" / name).unlink()
+        os.mkfifo(source / "hidden_states" / name)
+    result = eyas("standardize", source, tmp_path / "out", "--target", inputs / "target", "--taps", TAPS,
+                  "--max-rejects", 0.5)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "2 samples were rejected" in result.stderr
+    assert "no regular file" in result.stderr
+    assert eyas("inspect", source, "--verify").exit_code in (0, 1)
+
+
+def test_a_missing_mask_is_refused_before_the_target_runs(inputs: Path, tmp_path: Path) -> None:
+    result = eyas("standardize", inputs / "vllm-by-others", tmp_path / "out", "--target", inputs / "target", "--taps",
+                  "identify")  # fmt: skip
+    assert result.exit_code == 1
+    assert "--prepared" in result.stderr
+    assert "replay" not in result.stderr
+
+
+def test_an_export_with_the_norm_applied_is_not_gone_on_without_it(inputs: Path, tmp_path: Path) -> None:
+    source, out = inputs / "standard", tmp_path / "out"
+    assert eyas("standardize", source, out, "--format", "modelopt", "--target", inputs / "target").exit_code == 0
+    result = eyas("standardize", source, out, "--format", "modelopt")
+    assert result.exit_code == 1
+    assert "another export" in result.stderr

@@ -378,7 +378,7 @@ def test_a_disk_budget_piecewise(tmp_path: Path, standard: Path, theirs: Path) -
     assert runs > 2
     shutil.copytree(out, away, dirs_exist_ok=True)
     for path in theirs.rglob("*"):
-        if path.is_file():
+        if path.is_file() and path.name != "eyas.json":  # which says what was there at the end
             assert (away / path.relative_to(theirs)).read_bytes() == path.read_bytes()
     with pytest.raises(FormatError, match=r"--max-disk 100: sample .* alone takes"):
         write_rows(Dataset.open(standard), tmp_path / "no", create_writer("vllm"), format="vllm", max_disk=100)
