@@ -286,6 +286,8 @@ def _surveyed(
             try:
                 foreign = request.reader.read(item)
                 tokens, mask = _tokens(request, foreign)
+                if not foreign.states_are_costly:
+                    _check_states(request, foreign)
                 results.append((sample_id(tokens, mask), len(tokens)))
             except ForeignFileError as error:
                 results.append(error.what)
@@ -314,27 +316,13 @@ def _surveyed(
 def _tokens(request: ForeignRequest, foreign: ForeignSample) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
     """input_ids int32 [T] and loss_mask uint8 [T]. Raises ForeignFileError for what is no sample of the target."""
     ids, T = foreign.input_ids, len(foreign.input_ids)
-    vocab_size, H = request.identity.target.vocab_size, request.identity.hidden_size
-    where = foreign.where
+    vocab_size, where = request.identity.target.vocab_size, foreign.where
     if not T:
         raise ForeignFileError(where, "holds no token")
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= vocab_size:
         raise ForeignFileError(
             where, f"token ids {lowest} to {highest}, expected 0 to {vocab_size - 1}, the target's vocabulary"
-        )
-    expected = [T, request.layout.num_taps, H]
-    if list(foreign.features.shape) != expected:
-        raise ForeignFileError(where, f"features are {list(foreign.features.shape)}, expected {expected}")
-    states = [foreign.features]
-    if request.layout.last_hidden is not None:
-        if foreign.last_hidden is None or list(foreign.last_hidden.shape) != [T, H]:
-            found = None if foreign.last_hidden is None else list(foreign.last_hidden.shape)
-            raise ForeignFileError(where, f"the last hidden state is {found}, expected {[T, H]}")
-        states.append(foreign.last_hidden)
-    if any(str(tensor.dtype) != f"torch.{request.layout.dtype}" for tensor in states):
-        raise ForeignFileError(
-            where, f"states are {states[0].dtype}, and the folder's first ones {request.layout.dtype}"
         )
     tokens = ids.numpy().astype(np.int32)
     if foreign.loss_mask is not None:
@@ -349,6 +337,24 @@ def _tokens(request: ForeignRequest, foreign: ForeignSample) -> tuple[npt.NDArra
     if mask.shape != tokens.shape or (mask > 1).any():
         raise ForeignFileError(where, f"the loss mask is {list(mask.shape)}, expected 0 or 1 for each of {T:,} tokens")
     return tokens, mask
+
+
+def _check_states(request: ForeignRequest, foreign: ForeignSample) -> None:
+    """Raises ForeignFileError where the states are not those of the tokens and the layout."""
+    T, H, where = len(foreign.input_ids), request.identity.hidden_size, foreign.where
+    expected = [T, request.layout.num_taps, H]
+    if list(foreign.features.shape) != expected:
+        raise ForeignFileError(where, f"features are {list(foreign.features.shape)}, expected {expected}")
+    states = [foreign.features]
+    if request.layout.last_hidden is not None:
+        if foreign.last_hidden is None or list(foreign.last_hidden.shape) != [T, H]:
+            found = None if foreign.last_hidden is None else list(foreign.last_hidden.shape)
+            raise ForeignFileError(where, f"the last hidden state is {found}, expected {[T, H]}")
+        states.append(foreign.last_hidden)
+    if any(str(tensor.dtype) != f"torch.{request.layout.dtype}" for tensor in states):
+        raise ForeignFileError(
+            where, f"states are {states[0].dtype}, and the folder's first ones {request.layout.dtype}"
+        )
 
 
 # --- second pass --------------------------------------------------------------------------------
@@ -442,6 +448,7 @@ class _Work:
         request = self._request
         foreign = request.reader.read(self._items[n])
         tokens, mask = _tokens(request, foreign)
+        _check_states(request, foreign)
         name = sample_id(tokens, mask)
         if parse_sample_ids([name])[0] != self._survey.ids[n]:
             raise ForeignFileError(foreign.where, "changed while it was being imported: run it again")

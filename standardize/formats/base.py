@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from eyas.taps.errors import EyasError
 
@@ -66,6 +66,8 @@ class ForeignSample:
     loss_mask: Tensor | None  # uint8 [T], 1 where the token itself is a training target; None: the format keeps none
     features: Tensor  # [T, A, H], any strides; mapped from the file where the format allows
     last_hidden: Tensor | None  # [T, H], any strides
+
+    states_are_costly: ClassVar[bool] = False  # features and last_hidden are made when they are asked for
 
 
 class Reader(Protocol):

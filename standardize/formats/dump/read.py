@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from eyas.shards.tensor_files import TensorFileError, read_tensor_file
 from eyas.standardize.formats.base import ForeignFileError, ForeignSample, FormatError, Layout
@@ -70,6 +70,8 @@ class DumpReader:
 
 class DumpSample(ForeignSample):
     """A sample whose parts are merged when they are asked for: a look at its ids reads none of them."""
+
+    states_are_costly: ClassVar[bool] = True
 
     def __init__(
         self,
