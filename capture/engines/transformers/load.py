@@ -146,6 +146,11 @@ def quantization_method(outline: TargetOutline) -> str | None:
     return None if quantization is None else str(quantization.get("quant_method"))
 
 
+def num_weight_bytes(target: str, revision: str | None) -> int:
+    """Of the target's weight files."""
+    return sum(path.stat().st_size for path in _weight_files(_config_file(target, revision).parent))
+
+
 def commit_hash(target: str, revision: str | None) -> str | None:
     """The hub commit that ``target`` was read from, None for a plain folder."""
     snapshot = _config_file(target, revision).parent
