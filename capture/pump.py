@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +28,13 @@ from eyas.capture.engines.base import Event, Rejected, Sealed
 from eyas.capture.errors import TargetError
 from eyas.shards.sample import Sample, TokenSample
 from eyas.shards.statistics import MAX_ABS, NONFINITE, tap_statistics
-from eyas.shards.writer import ShardWriter
 from eyas.taps.notation import Tap
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from eyas.shards.ledger import SealedShard
 
 # Batches on the device between the forward and the writer. Two would do when both are steady: one is copied while one
 # is computed. The third evens out a writer that waits for a shard to be sealed. What the writer has it bounds itself.
@@ -70,6 +71,14 @@ class CapturedBatch:
     input_ids: Tensor | None = None  # integers [N], as the target was given them; compared with the samples'
 
 
+class SampleWriter(Protocol):
+    """What a pump feeds: a ShardWriter, or what a self-test puts in its place."""
+
+    def add(self, sample: Sample, statistics: Tensor | None = None) -> list[SealedShard]: ...
+
+    def close(self) -> list[SealedShard]: ...
+
+
 class Pump:
     """Writes captured batches through ``writer`` in a thread of its own.
 
@@ -78,7 +87,7 @@ class Pump:
     """
 
     def __init__(
-        self, writer: ShardWriter, *, taps: Sequence[Tap], last_hidden: Tap | None, device: torch.device
+        self, writer: SampleWriter, *, taps: Sequence[Tap], last_hidden: Tap | None, device: torch.device
     ) -> None:
         import torch
 
