@@ -196,6 +196,11 @@ def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline, Dat
             f"--engine {' or '.join(SERVING_ENGINES)}, and this is --engine {engine}"
         )
     serving = engine in SERVING_ENGINES
+    if serving and options["dp"] > 1:
+        raise UsageError(
+            f"--dp {options['dp']} with --engine {engine}: eyas drives one engine, and one capture writes into a "
+            f"dataset: spread the target over more GPUs with --tp"
+        )
     check_world_size(tp=1 if serving else options["tp"], dp=options["dp"])
     prepared = PreparedSamples.open(options["prepared"])
     revision, trust_remote_code = options["revision"], options["trust_remote_code"]

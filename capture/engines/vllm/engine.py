@@ -37,7 +37,7 @@ from eyas.capture.engines.vllm.load import (
     start,
 )
 from eyas.capture.engines.vllm.worker import RANK, ROW, Facts, Plan
-from eyas.capture.errors import CaptureFailed, SelfTestError, TargetError
+from eyas.capture.errors import CaptureFailed, SelfTestError
 from eyas.capture.self_test import Probed, check_taps, check_workers_agree, read_reference, usable_probe
 from eyas.shards.identity import TargetIdentity
 from eyas.shards.sample import Sample, TokenSample, sample_id
@@ -365,7 +365,8 @@ def _add(engine: LLMEngine, name: str, ids: Sequence[int], extra: dict[str, int]
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args=extra,
     )
-    engine.add_request(name, {"prompt_token_ids": list(ids)}, parameters)
+    (prompt,) = engine.renderer.render_cmpl([{"prompt_token_ids": list(ids)}])
+    engine.add_request(name, prompt, parameters)
 
 
 def _abort(engine: LLMEngine) -> None:

@@ -48,11 +48,18 @@ _REFUSED = {
     "worker_extension_cls": "eyas' own stands there",
     "worker_cls": "eyas extends vLLM's own",
     "enforce_eager": "it is on: a compiled model would not call the hooks",
-    "compilation_config": "the model runs eagerly: a compiled one would not call the hooks",
     "enable_lora": "the target is captured as it is",
     "runner": "the target generates",
     "enable_dbo": "a forward in halves would mix the rows",
     "skip_tokenizer_init": "eyas gives tokens",
+}
+
+
+_SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-sc": "speculative_config",
 }
 
 
@@ -82,9 +89,7 @@ def is_known_version(found: str) -> bool:
 def check_options(options: Sequence[str]) -> None:
     """Refuse options of vLLM that eyas must decide. Raises UsageError. Does not import vLLM."""
     given = {option.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for option in options}
-    short = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
-             "-O": "compilation_config", "-cc": "compilation_config", "-sc": "speculative_config"}  # fmt: skip
-    given |= {name for flag, name in short.items() if flag in options}
+    given |= {name for flag, name in _SHORT.items() if flag in options}
     for name in sorted(given):
         shown = "--" + name.replace("_", "-")
         if name in _DECIDED:
@@ -107,7 +112,7 @@ def engine_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm", add_help=False, exit_on_error=False))
     try:
         given, unknown = parser.parse_known_args(list(settings.engine_options))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever vLLM's own parsers and validators raise
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{' '.join(settings.engine_options)}: vLLM refuses these options: {error}") from error
     if unknown:
         raise UsageError(f"{' '.join(unknown)}: vLLM has no such option")
@@ -151,6 +156,14 @@ def start(settings: EngineSettings, outline: TargetOutline) -> LLMEngine:
 
     arguments = engine_arguments(settings, outline)
     try:
-        return LLMEngine.from_engine_args(arguments)
+        engine = LLMEngine.from_engine_args(arguments)
     except (ValueError, RuntimeError, OSError, NotImplementedError, AssertionError, ImportError, KeyError) as error:
         raise TargetError(f"--target {settings.target}: vLLM does not start: {error}") from error
+    compilation = engine.vllm_config.compilation_config
+    if compilation.mode != 0 or compilation.cudagraph_mode.value != 0:
+        engine.engine_core.shutdown()
+        raise UsageError(
+            f"--compilation-config after --: mode {compilation.mode} with {compilation.cudagraph_mode} is on, and a "
+            f"compiled model would not call the hooks: leave both out"
+        )
+    return engine

@@ -11,6 +11,7 @@ which a prefill of thousands of tokens hardly feels.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
@@ -261,10 +262,8 @@ def _follow(driver: int) -> None:
 
     Its own process group, so that a terminal's Ctrl-C reaches the driver alone, which then has the workers seal.
     """
-    try:
+    with contextlib.suppress(PermissionError):  # it leads a session: no terminal signals it
         os.setpgid(0, 0)
-    except PermissionError:
-        pass  # it leads a session: no terminal signals it
     if os.getppid() != driver:  # started by something in between, which vLLM's own watching covers
         return
 
