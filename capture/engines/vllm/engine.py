@@ -11,6 +11,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -192,16 +193,16 @@ class VllmEngine:
             for s in samples
         ]
         named = list({sample.sample_id: sample for sample in named}.values())
-        engine.collective_rpc("eyas_open", args=(named, None, {}))
+        self._call("eyas_open", named, None, {})
         for row, sample in enumerate(named):
             _add(engine, f"probe-{row}", sample.input_ids.tolist(), {ROW: row, RANK: 0})
         while engine.has_unfinished_requests():
-            engine.step()
+            self._step()
         rejected = [event for event in self._ask("eyas_finish") if isinstance(event, Rejected)]
         if rejected:
             raise SelfTestError(f"the probe: {rejected[0].reason}. Is --dtype {settings.dtype} wide enough?")
-        workers: list[list[Sample]] = engine.collective_rpc("eyas_collected")
-        engine.collective_rpc("eyas_abort")
+        workers: list[list[Sample]] = self._call("eyas_collected")
+        self._call("eyas_abort")
         probed = []
         for worker in workers:
             by_id = {sample.sample_id: sample for sample in worker}
@@ -210,7 +211,6 @@ class VllmEngine:
 
     def capture(self, work: Work, sink: Sink, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """Capture ``work`` (see Engine.capture)."""
-        engine = self._loaded.engine
         longest = self.max_positions or np.iinfo(np.int64).max
         fits = (work.lengths >= 1) & (work.lengths <= longest)
         for row in work.rows[~fits]:
@@ -219,12 +219,16 @@ class VllmEngine:
                 sample_id=sample.sample_id,
                 reason=f"{sample.num_tokens} tokens, and vLLM takes 1 to {longest} here (--max-model-len after --)",
             )
-        engine.collective_rpc("eyas_open", args=(work.source, sink, self._metadata()))
+        self._call("eyas_open", work.source, sink, self._metadata())
         try:
             yield from self._feed(work.source, work.rows[fits], should_stop)
             yield from self._ask("eyas_finish")
-        finally:
-            _abort(engine)
+        except CaptureFailed:
+            raise  # vLLM is gone, and its workers with what they had not sealed
+        except BaseException:
+            self._call("eyas_abort")
+            raise
+        self._call("eyas_abort")
 
     def _feed(self, source: SampleSource, rows: Any, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """Keep vLLM busy with ``rows``; ends when all are through, or soon after ``should_stop`` is true."""
@@ -260,19 +264,16 @@ class VllmEngine:
         if lengths:  # told to stop
             engine.abort_request(list(lengths))
             while engine.has_unfinished_requests():
-                engine.step()
+                self._step()
 
     def _step(self) -> list[Any]:
-        try:
+        with _failures():
             return self._loaded.engine.step()  # type: ignore[no-any-return]
-        except EyasError:
-            raise
-        except Exception as error:
-            # Whatever vLLM raises when a worker failed or is gone; the cause may be what a worker has to say.
-            raise CaptureFailed(
-                f"vLLM failed: {type(error).__name__}: {error}. What was sealed is kept: run the same command again "
-                f"to go on"
-            ) from error
+
+    def _call(self, method: str, *arguments: object) -> list[Any]:
+        """Every worker's answer."""
+        with _failures():
+            return self._loaded.engine.collective_rpc(method, args=arguments)  # type: ignore[no-any-return]
 
     def _refusal(self, sample: TokenSample) -> str | None:
         """Why a sample must not go through the target. On CUDA an id out of range would end the process."""
@@ -287,8 +288,7 @@ class VllmEngine:
     def _ask(self, method: str) -> list[Event]:
         """The events of all workers. Raises the error that one of them met."""
         events: list[Event] = []
-        answers: list[list[Event] | EyasError] = self._loaded.engine.collective_rpc(method)
-        for answer in answers:
+        for answer in self._call(method):
             if isinstance(answer, EyasError):
                 raise answer
             events += answer
@@ -369,8 +369,18 @@ def _add(engine: LLMEngine, name: str, ids: Sequence[int], extra: dict[str, int]
     engine.add_request(name, prompt, parameters)
 
 
-def _abort(engine: LLMEngine) -> None:
-    engine.collective_rpc("eyas_abort")
+@contextmanager
+def _failures() -> Iterator[None]:
+    """What vLLM raises when a worker failed or is gone, as one error."""
+    try:
+        yield
+    except EyasError:
+        raise
+    except Exception as error:
+        raise CaptureFailed(
+            f"vLLM failed: {type(error).__name__}: {error}. What was sealed is kept: run the same command again to go "
+            f"on"
+        ) from error
 
 
 def _shut_down(engine: LLMEngine) -> None:

@@ -153,7 +153,7 @@ class StepHooks:
         if len(own) < len(scheduled) or [entry.start for entry in own] != _starts([entry.piece for entry in own]):
             index = [np.arange(entry.start, entry.start + entry.piece.num_rows) for entry in own]
             rows = _to_device(np.concatenate(index) if index else np.empty(0, np.int64), device)
-        wide = {"dtype": wanted.dtype, "device": device}
+        wide: dict[str, Any] = {"dtype": wanted.dtype, "device": device}
         features = torch.empty(num_rows, len(wanted.taps), wanted.hidden_size, **wide)  # [N, A, H]
         targets: dict[Tap, list[Tensor]] = {}
         for a, tap in enumerate(wanted.taps):
