@@ -80,22 +80,8 @@ class VllmEngine:
         settings, outline = self._settings, self._outline
         check_settings(outline, settings)
         engine = start(settings, outline)
-        plan = Plan(
-            taps=settings.taps,
-            last_hidden=settings.last_hidden,
-            target_statistics=settings.target_statistics,
-            dtype=settings.dtype,
-            num_layers=outline.num_layers,
-            hidden_size=outline.hidden_size,
-            driver=os.getpid(),
-        )
         try:
-            engine.collective_rpc("eyas_install", args=(plan,))
-            ids = [n % outline.vocab_size for n in range(LEARNING_TOKENS)]
-            _add(engine, "learning", ids[: outline.max_positions], {})
-            while engine.has_unfinished_requests():
-                engine.step()
-            facts = engine.collective_rpc("eyas_facts")[0]
+            facts = install(engine, settings, outline)
         except BaseException:
             _shut_down(engine)
             raise
@@ -108,6 +94,11 @@ class VllmEngine:
         engine = self._loaded.engine
         self._running = None
         _shut_down(engine)
+
+    @property
+    def vllm(self) -> LLMEngine:
+        """The vLLM that runs the target."""
+        return self._loaded.engine
 
     @cached_property
     def _outline(self) -> TargetOutline:
@@ -195,7 +186,7 @@ class VllmEngine:
         named = list({sample.sample_id: sample for sample in named}.values())
         self._call("eyas_open", named, None, {})
         for row, sample in enumerate(named):
-            _add(engine, f"probe-{row}", sample.input_ids.tolist(), {ROW: row, RANK: 0})
+            add_request(engine, f"probe-{row}", sample.input_ids.tolist(), {ROW: row, RANK: 0})
         while engine.has_unfinished_requests():
             self._step()
         rejected = [event for event in self._ask("eyas_finish") if isinstance(event, Rejected)]
@@ -248,7 +239,7 @@ class VllmEngine:
                     continue
                 rank = int(written.argmin())
                 name = f"eyas-{row}"
-                _add(engine, name, sample.input_ids.tolist(), {ROW: row, RANK: rank})
+                add_request(engine, name, sample.input_ids.tolist(), {ROW: row, RANK: rank})
                 written[rank] += sample.num_tokens
                 lengths[name] = sample.num_tokens
                 held += sample.num_tokens
@@ -353,7 +344,27 @@ def _probed(sample: Sample, settings: EngineSettings) -> Probed:
     return Probed(columns=columns, target_lse=sample.target_lse)
 
 
-def _add(engine: LLMEngine, name: str, ids: Sequence[int], extra: dict[str, int]) -> None:
+def install(engine: LLMEngine, settings: EngineSettings, outline: TargetOutline) -> Facts:
+    """Hook the model in every worker of ``engine``, and teach the hooks by a first short forward."""
+    plan = Plan(
+        taps=settings.taps,
+        last_hidden=settings.last_hidden,
+        target_statistics=settings.target_statistics,
+        dtype=settings.dtype,
+        num_layers=outline.num_layers,
+        hidden_size=outline.hidden_size,
+        driver=os.getpid(),
+    )
+    engine.collective_rpc("eyas_install", args=(plan,))
+    ids = [n % outline.vocab_size for n in range(LEARNING_TOKENS)]
+    add_request(engine, "learning", ids[: outline.max_positions], {})
+    while engine.has_unfinished_requests():
+        engine.step()
+    facts: Facts = engine.collective_rpc("eyas_facts")[0]
+    return facts
+
+
+def add_request(engine: LLMEngine, name: str, ids: Sequence[int], extra: dict[str, int]) -> None:
     """A request that only computes its prompt."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

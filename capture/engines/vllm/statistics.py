@@ -17,8 +17,9 @@ from eyas.capture.pump import Piece
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Logits that exist at one time on a worker: 2**28 of them are 512 MiB in bfloat16, and 1 GiB as float32 probabilities.
-CHUNK_LOGITS = 2**28
+# Logits that exist at one time on a worker. On a GPU 2**28 of them are 512 MiB in bfloat16, and 1 GiB as float32
+# probabilities; on a CPU they should stay near the cache.
+CHUNK_LOGITS = {"cuda": 2**28, "cpu": 2**22}
 
 
 class Head:
@@ -42,7 +43,7 @@ class Head:
         import torch
 
         parts = torch.empty(len(final), 3, dtype=torch.float32, device=final.device)  # largest, its id, logsumexp
-        step = max(1, CHUNK_LOGITS // max(1, self._num_ids))
+        step = max(1, CHUNK_LOGITS[final.device.type] // max(1, self._num_ids))
         for start in range(0, len(final), step):
             logits = self._logits(final[start : start + step])  # [step, V]
             largest, index = logits.max(-1)
