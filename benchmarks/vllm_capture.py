@@ -1,7 +1,7 @@
 """What capturing costs vLLM: tokens a second of the same prompts with plain vLLM and with eyas writing shards, in turn.
 
     python benchmarks/vllm_capture.py TARGET SCRATCH --prompts 64 --tokens 512 --rounds 3
-    python benchmarks/vllm_capture.py TARGET SCRATCH --prompts 512 --tokens 2048 --statistics every -- --load-format dummy
+    python benchmarks/vllm_capture.py TARGET SCRATCH --prompts 512 --tokens 2048 -- --load-format dummy
 
 TARGET may be a folder with a config.json alone where the options for vLLM say --load-format dummy. One vLLM runs
 everything: plain rounds have no hooks in it. Prompts are random ids. Nothing is self-tested here.
