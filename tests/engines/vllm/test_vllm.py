@@ -21,13 +21,18 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 Worlds = Callable[[str], World]
 # vLLM's CPU kernel of the rotary embedding is wrong for latent attention (0.32.0): its PyTorch code is right.
 NATIVE_ROPE = ("--", "--compilation-config", '{"custom_ops": ["-rotary_embedding"]}')
+# So little room, and so short chunks, that vLLM gives up samples it has begun (53 times for 24 samples of 145 tokens).
+PREEMPTED = (
+    "--block-size", 32, "--num-gpu-blocks-override", 20, "--long-prefill-token-threshold", 16,
+    "--no-scheduler-reserve-full-isl",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("llama", ("--batch-tokens", 64)),  # chunked: most samples are longer
-        ("llama", ("--batch-tokens", 64, "--", "--num-gpu-blocks-override", 4)),  # and so little room that some wait
+        ("llama", ("--batch-tokens", 256, "--", *PREEMPTED)),
         ("qwen3_moe", ("--batch-tokens", 96)),
         ("deepseek_v3", ("--batch-tokens", 256, *NATIVE_ROPE)),
         ("granite", ()),  # logits are scaled
@@ -55,7 +60,7 @@ def test_workers_of_a_tensor_parallel_target_share_the_writing(worlds: Worlds, t
     tokens = {0: 0, 1: 0}
     for shard in dataset.iter_shards():
         for sample_id in shard.sample_ids:
-            tokens[int(shard.name.split("-")[1])] += dataset.sample(sample_id).num_tokens
+            tokens[int(shard.path.name.split("-")[1])] += dataset.sample(sample_id).num_tokens
     assert min(tokens.values()) > 0.4 * sum(tokens.values())
 
 

@@ -158,7 +158,7 @@ def _build(folder: Path, name: str) -> None:
         "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**COMMON, **MOE),
         "deepseek_v3": lambda: transformers.DeepseekV3Config(**COMMON, **MLA),
         "granite": lambda: transformers.GraniteConfig(**COMMON, logits_scaling=3.0),
-        "cohere": lambda: transformers.CohereConfig(**COMMON, logit_scale=0.0625),
+        "cohere": lambda: transformers.CohereConfig(**(COMMON | {"tie_word_embeddings": True}), logit_scale=0.0625),
     }
     model = transformers.AutoModelForCausalLM.from_config(configs[name]())
     with torch.no_grad():
