@@ -29,7 +29,13 @@ from eyas.capture.engines.base import (
     TargetOutline,
     Work,
 )
-from eyas.capture.engines.transformers.load import HeadFacts, commit_hash, hash_weights, read_head_facts
+from eyas.capture.engines.transformers.load import (
+    HeadFacts,
+    commit_hash,
+    hash_weights,
+    quantization_method,
+    read_head_facts,
+)
 from eyas.capture.engines.vllm.load import (
     check_options,
     installed_version,
@@ -116,9 +122,6 @@ class VllmEngine:
         """What is being run, as dataset.json records it: the same as engine transformers says of the same target."""
         outline, settings, facts = self._outline, self._settings, self._loaded.facts
         head: HeadFacts = read_head_facts(settings, outline)
-        quantization = getattr(outline.config, "quantization_config", None)
-        if quantization is not None and not isinstance(quantization, dict):
-            quantization = quantization.to_dict()
         return TargetIdentity(
             name=settings.target,
             revision=commit_hash(settings.target, settings.revision),
@@ -129,7 +132,7 @@ class VllmEngine:
             hidden_size=outline.hidden_size,
             vocab_size=outline.vocab_size,
             weight_dtype=outline.dtype,
-            quantization=facts.quantization if quantization is None else str(quantization.get("quant_method")),
+            quantization=quantization_method(outline) or facts.quantization,
             final_norm=head.final_norm,
             final_norm_eps=head.final_norm_eps,
             logit_scale=facts.logit_scale,
