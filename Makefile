@@ -23,7 +23,8 @@ test: install lint
 test-engines: test-vllm
 
 test-vllm: .venv-vllm/installed
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m engines tests/engines/vllm
+	OMP_NUM_THREADS=1 EYAS_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" \
+		.venv-vllm/bin/python -m pytest -m engines tests/engines/test_endpoint.py tests/engines/vllm
 
 .venv-vllm/installed: pyproject.toml tests/engines/vllm/requirements.txt
 	$(PYTHON) -m venv .venv-vllm
