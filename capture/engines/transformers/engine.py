@@ -40,9 +40,9 @@ from eyas.capture.engines.transformers.load import (
 )
 from eyas.capture.engines.transformers.locate import TextStack, last_hidden_state, locate, probe_ids
 from eyas.capture.engines.transformers.parallel import Ranks, check_tp
-from eyas.capture.engines.transformers.pump import CapturedBatch, Pump
 from eyas.capture.engines.transformers.statistics import TOLERANCES, Head, find_head, predicting_rows
 from eyas.capture.errors import SelfTestError, TargetError
+from eyas.capture.pump import CapturedBatch, Pump, whole
 from eyas.shards.identity import TargetIdentity
 from eyas.shards.sample import TokenSample
 from eyas.taps.errors import EyasError
@@ -241,11 +241,11 @@ class TransformersEngine:
                 waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
             elif captured is None:
                 yield Rejected(sample_id=part[0].sample_id, reason=failure)
-            elif captured.samples:
+            elif captured.pieces:
                 pump.put(captured)
                 yield Forwarded(
-                    num_samples=len(captured.samples),
-                    num_tokens=sum(sample.num_tokens for sample in captured.samples),
+                    num_samples=len(captured.pieces),
+                    num_tokens=sum(piece.num_rows for piece in captured.pieces),
                 )
 
     def _refusal(self, sample: TokenSample) -> str | None:
@@ -317,7 +317,7 @@ class TransformersEngine:
                 final = last_hidden_state(output).flatten(0, 1)  # [B*T, H]
                 top1, lse = self._target_statistics(final, samples, own, width)
         return CapturedBatch(
-            samples=[samples[n] for n in own],
+            pieces=whole([samples[n] for n in own]),
             features=features,
             last_hidden=last_hidden,
             target_top1=top1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,53 @@ def load_model(
     return model.eval()
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadFacts:
+    """What transformers' own model has between the last layer and the logits (see TargetIdentity)."""
+
+    final_norm: str
+    final_norm_eps: float | None
+    lm_head_bias: bool
+    lm_head_rows: int
+
+
+def read_head_facts(settings: EngineSettings, outline: TargetOutline) -> HeadFacts:
+    """The end of the target's stack, from its structure alone: built without memory for its weights.
+
+    For engines that run the target by their own code; locate() finds the same parts in a model that is loaded. Raises
+    TargetError where transformers cannot build it.
+    """
+    import torch
+
+    model_class = _model_class(settings, outline)
+    build = getattr(model_class, "_from_config", None) or model_class.from_config
+    remote = (
+        {"trust_remote_code": True} if settings.trust_remote_code and not hasattr(model_class, "_from_config") else {}
+    )
+    try:
+        with torch.device("meta"):
+            model = build(outline.config, **remote)
+    except (ValueError, ImportError, RuntimeError, AttributeError, KeyError) as error:
+        raise TargetError(f"--target {settings.target}: transformers cannot build it: {error}") from error
+    lm_head = model.get_output_embeddings()
+    decoders = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == outline.num_layers
+    ]
+    owner = model.get_submodule(min(decoders, key=len).rpartition(".")[0]) if decoders else model
+    norms = [child for child in owner.children() if "norm" in type(child).__name__.lower()]
+    if lm_head is None or not norms:
+        raise TargetError(f"--target {settings.target}: {type(model).__name__} has no final norm or no lm_head")
+    epsilon = getattr(norms[-1], "variance_epsilon", getattr(norms[-1], "eps", None))
+    return HeadFacts(
+        final_norm=type(norms[-1]).__name__,
+        final_norm_eps=float(epsilon) if isinstance(epsilon, (int, float)) else None,
+        lm_head_bias=getattr(lm_head, "bias", None) is not None,
+        lm_head_rows=int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]),
+    )
+
+
 def hash_weights(target: str, revision: str | None) -> str | None:
     """blake2b-128, hex, over the weight files' names, sizes and bytes; None where there are no such files.
 
@@ -144,6 +192,11 @@ def quantization_method(outline: TargetOutline) -> str | None:
     if quantization is not None and not isinstance(quantization, dict):
         quantization = quantization.to_dict()
     return None if quantization is None else str(quantization.get("quant_method"))
+
+
+def num_weight_bytes(target: str, revision: str | None) -> int:
+    """Of the target's weight files."""
+    return sum(path.stat().st_size for path in _weight_files(_config_file(target, revision).parent))
 
 
 def commit_hash(target: str, revision: str | None) -> str | None:
