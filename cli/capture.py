@@ -86,7 +86,8 @@ def command(**options: Any) -> None:
     eyas capture prepared captured --target ./llama --layers 2,16,29 --convention vllm --tp 4 --dp 2
     eyas capture prepared captured --target ./kimi --engine vllm --tp 8 -- --enable-expert-parallel
 
-    With --engine vllm (pip install 'eyas[vllm]'), vLLM's workers write the shards; options after -- are vLLM's own.
+    With --engine vllm (pip install 'eyas[vllm]') or sglang (pip install 'eyas[sglang]'), the engine's own workers write
+    the shards; options after -- are the engine's.
     """
     from eyas.capture.launch import launch_ranks
     from eyas.capture.ranks import is_launched

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from packaging.version import Version
 
 from eyas.capture.engines.base import EngineSettings, Event, Forwarded, Rejected, Sink, TargetOutline, Work
 from eyas.capture.engines.sglang.link import (
@@ -37,18 +38,19 @@ from eyas.capture.engines.sglang.link import (
     Tested,
     from_array,
 )
-from eyas.capture.engines.sglang.load import check_options, installed_version, server_arguments
+from eyas.capture.engines.sglang.load import LAST_RELEASE, check_options, installed_version, server_arguments
 from eyas.capture.engines.sglang.server import Server
 from eyas.capture.engines.transformers.batches import plan_batches
-from eyas.capture.engines.transformers.load import commit_hash, hash_weights, read_outline
+from eyas.capture.engines.transformers.load import commit_hash, hash_weights, read_head_facts, read_outline
 from eyas.capture.engines.transformers.parallel import Ranks
 from eyas.capture.errors import SelfTestError, TargetError
 from eyas.capture.self_test import Probed, check_taps, check_workers_agree, read_reference, usable_probe
 from eyas.shards.identity import TargetIdentity
 from eyas.shards.sample import TokenSample
-from eyas.taps.conventions import ids_for
+from eyas.taps.conventions import SYSTEMS, ids_for
+from eyas.taps.conventions.entry import of_target
 from eyas.taps.conventions.numbering import ConventionError
-from eyas.taps.notation import EMBED, FINAL, Tap, after, format_taps, parse_tap, validate_taps
+from eyas.taps.notation import EMBED, FINAL, Tap, after, parse_tap, validate_taps
 from eyas.taps.target import TargetFacts
 
 MODEL_PACKAGE = "eyas.capture.engines.sglang.model"
@@ -87,6 +89,15 @@ class _Request:
     captured: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class _AuxCapture:
+    """What SGLang's own EAGLE-3 capture is asked for."""
+
+    taps: tuple[Tap, ...]  # ascending
+    ids: tuple[int, ...]  # SGLang's, for these taps of this target
+    unread: str  # why nothing but the self-test says that these ids are those taps; empty where the source does
+
+
 class SglangEngine:
     """Engine ``sglang`` (capture/engines/base.py says what an engine is)."""
 
@@ -95,6 +106,7 @@ class SglangEngine:
         self._running: _Running | None = None
         self._num_requests = 0
         self._num_captures = 0
+        self._self_test = "none"
 
     def __enter__(self) -> SglangEngine:
         """Start SGLang, which loads the target. Raises TargetError, TapError or UsageError."""
@@ -102,7 +114,7 @@ class SglangEngine:
 
         settings, outline = self._settings, self._outline
         check_settings(outline, settings)
-        aux_taps, aux_ids = _aux_capture(outline, settings, installed_version())
+        aux = _aux_capture(outline, settings, installed_version())
         with ExitStack() as stack:
             hub = Hub()
             stack.callback(hub.close)
@@ -116,8 +128,8 @@ class SglangEngine:
                 dtype=settings.dtype,
                 taps=tuple(map(str, settings.taps)),
                 last_hidden=None if settings.last_hidden is None else str(settings.last_hidden),
-                aux_taps=tuple(map(str, aux_taps)),
-                aux_ids=aux_ids,
+                aux_taps=tuple(map(str, aux.taps)),
+                aux_ids=aux.ids,
                 target_statistics=settings.target_statistics,
             )
             environment = {
@@ -172,9 +184,10 @@ class SglangEngine:
 
     @cached_property
     def target(self) -> TargetIdentity:
-        """What is being run, as dataset.json records it."""
+        """What is being run, as dataset.json records it: the same as engine transformers says of the same target."""
         outline, settings = self._outline, self._settings
         hello = next(iter(self._loaded.hellos.values()))
+        head = read_head_facts(settings, outline)
         quantization = getattr(outline.config, "quantization_config", None)
         if quantization is not None and not isinstance(quantization, dict):
             quantization = quantization.to_dict()
@@ -189,12 +202,12 @@ class SglangEngine:
             vocab_size=outline.vocab_size,
             weight_dtype=outline.dtype,
             quantization=None if quantization is None else str(quantization.get("quant_method")),
-            final_norm=hello.final_norm,
-            final_norm_eps=hello.final_norm_eps,
+            final_norm=head.final_norm,
+            final_norm_eps=head.final_norm_eps,
             logit_scale=hello.logit_scale,
             logit_softcap=hello.logit_softcap,
-            lm_head_bias=hello.lm_head_bias,
-            lm_head_rows=hello.lm_head_rows,
+            lm_head_bias=head.lm_head_bias,
+            lm_head_rows=head.lm_head_rows,
         )
 
     @property
@@ -215,7 +228,14 @@ class SglangEngine:
         reference, why_not = read_reference(settings, outline, samples)
         if reference is not None:
             check_taps("SGLang", settings.dtype, captured[0], reference)
-        self._verified = "transformers" if reference is not None else f"not by transformers: {why_not}"
+            self._self_test = "transformers"
+            return
+        if unread := _aux_capture(outline, settings, installed_version()).unread:
+            raise SelfTestError(
+                f"{unread}, and the target cannot be compared with transformers here ({why_not}): nothing shows that "
+                f"the taps are right"
+            )
+        self._self_test = f"workers agree; not compared with transformers: {why_not}"
 
     def capture(self, work: Work, sink: Sink, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """Capture ``work`` (see Engine.capture)."""
@@ -232,9 +252,9 @@ class SglangEngine:
                     reason=f"{sample.num_tokens} tokens, and the target's positions allow 1 to {longest}",
                 )
         batches = plan_batches(work.rows[fits], work.lengths[fits], batch_tokens=running.batch_tokens)
-        for number, hello in running.hellos.items():
+        for connection, hello in running.hellos.items():
             start = Start(sink=sink, rank=ranks.rank * settings.tp + hello.member, metadata=self._metadata())
-            running.hub.send(number, start)
+            running.hub.send(connection, start)
         requests: dict[str, _Request] = {}
         written = np.zeros(settings.tp, dtype=np.int64)  # tokens that each member was given to write
         more = True
@@ -344,19 +364,19 @@ class SglangEngine:
         from sglang import __version__
 
         running, settings = self._loaded, self._settings
-        aux_taps, aux_ids = _aux_capture(self._outline, settings, installed_version())
+        aux = _aux_capture(self._outline, settings, installed_version())
         return {
             "engine": "sglang",
             "sglang": __version__,
             "torch": torch.__version__,
-            "path": f"set_eagle3_layers_to_capture({list(aux_ids)}) for {format_taps(aux_taps) or 'no tap'}",
-            "self_test": self._verified,
+            "path": f"set_eagle3_layers_to_capture({list(aux.ids)})" if aux.ids else "module hooks",
+            "self_test": self._self_test,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
             "attention": running.attention,
             "tp": str(settings.tp),
             "world_size": str(running.ranks.world_size * settings.tp),
             "batch_tokens": str(running.batch_tokens),
-            "options": " ".join(settings.engine_options),
+            "engine_options": " ".join(settings.engine_options),
             "host": platform.node(),
         }
 
@@ -373,17 +393,22 @@ def create_engine(settings: EngineSettings) -> SglangEngine:
     return SglangEngine(settings)
 
 
-def _aux_capture(
-    outline: TargetOutline, settings: EngineSettings, release: str
-) -> tuple[tuple[Tap, ...], tuple[int, ...]]:
-    """The taps that SGLang's EAGLE-3 capture is to give, and its ids for them. Raises TargetError."""
+def _aux_capture(outline: TargetOutline, settings: EngineSettings, release: str) -> _AuxCapture:
+    """What SGLang's EAGLE-3 capture is to give. Raises TargetError where it cannot be told to."""
     hooked = (EMBED, FINAL, after(outline.num_layers - 1))
     taps = tuple(tap for tap in settings.taps if tap not in hooked)
     if not taps:
-        return (), ()
+        return _AuxCapture(taps=(), ids=(), unread="")
     facts = TargetFacts.from_config(outline.config.to_dict(), where=settings.target)
+    unread = ""
+    if Version(release) > Version(LAST_RELEASE):
+        unread = f"SGLang {release} is newer than {LAST_RELEASE}, the last release whose source eyas' authors read"
+        release = LAST_RELEASE
+    if not of_target(SYSTEMS["sglang"], facts):
+        unread = f"how SGLang {release} reads layer ids for {outline.model_class} was not read in its source"
+        return _AuxCapture(taps=taps, ids=tuple(tap.layer for tap in taps), unread=unread)
     try:
-        return taps, ids_for(f"sglang@{release}", taps, facts)
+        return _AuxCapture(taps=taps, ids=ids_for(f"sglang@{release}", taps, facts), unread=unread)
     except ConventionError as error:
         raise TargetError(f"--engine sglang: {error}") from error
 

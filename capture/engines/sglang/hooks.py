@@ -76,7 +76,10 @@ class _Hooks:
                 if child is not layers:
                     child.register_forward_hook(self._keep_output)
         processor.register_forward_hook(self._on_logits, with_kwargs=True)
-        worker.join(**_facts(model, owner, processor))
+        worker.join(
+            logit_scale=float(getattr(processor, "logit_scale", None) or 1.0),
+            logit_softcap=getattr(processor, "final_logit_softcapping", None),
+        )
 
     def _keep_embed(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The residual add of the layer's own norm writes into it: copied before the layer runs.
@@ -125,7 +128,7 @@ class _Hooks:
         width = self._place.hidden_size
         parts: Sequence[Tensor] = [] if aux is None else list(aux)
         if isinstance(aux, torch.Tensor):  # one packed [N, A*H]
-            parts = aux.split(width, dim=-1)
+            parts = aux.split(width, dim=-1)  # type: ignore[no-untyped-call]
         if len(parts) != len(self._place.aux_taps):
             raise TargetError(
                 f"SGLang captured {len(parts)} tensors for the ids {list(self._place.aux_ids)}, expected "
@@ -190,25 +193,6 @@ def _layers(model: Any, num_layers: int) -> tuple[Any, Any]:
             f"SGLang's {type(model).__name__} has {len(found)} lists of {num_layers} decoder layers, expected one"
         )
     return found[0]
-
-
-def _facts(model: Any, owner: Any, processor: Any) -> dict[str, Any]:
-    """What dataset.json says of the target's last steps: Hello's fields of the same names."""
-    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    norms = [child for child in owner.children() if "norm" in type(child).__name__.lower()]
-    epsilon = getattr(norms[-1], "variance_epsilon", getattr(norms[-1], "eps", None)) if norms else None
-    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
-    # Without a head of its own, the target's embedding is it.
-    heads += [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    return {
-        "final_norm": type(norms[-1]).__name__ if norms else "",
-        "final_norm_eps": float(epsilon) if isinstance(epsilon, (int, float)) else None,
-        "logit_scale": float(getattr(processor, "logit_scale", None) or 1.0),
-        "logit_softcap": getattr(processor, "final_logit_softcapping", None),
-        "lm_head_bias": bool(heads) and getattr(heads[0], "bias", None) is not None,
-        "lm_head_rows": int(heads[0].org_vocab_size) if heads else 0,
-    }
 
 
 def _first_rows(values: Sequence[Any], width: int) -> Any:

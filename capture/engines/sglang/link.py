@@ -56,8 +56,9 @@ class Place:
         text = os.environ.get(ENVIRONMENT)
         if text is None:
             return None
-        fields = json.loads(text)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+        fields: dict[str, Any] = json.loads(text)
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return cls(**{**fields, **lists})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +67,8 @@ class Hello:
 
     pid: int
     member: int  # its rank among those that hold the same rows and share their writing
-    final_norm: str
-    final_norm_eps: float | None
     logit_scale: float
     logit_softcap: float | None
-    lm_head_bias: bool
-    lm_head_rows: int
 
 
 @dataclass(frozen=True, kw_only=True)

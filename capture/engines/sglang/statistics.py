@@ -63,7 +63,7 @@ class PartialHead:
             logits = logits * self._processor.logit_scale
         logits = logits.float()
         cap = self._processor.final_logit_softcapping
-        return (logits / cap).tanh() * cap if cap else logits
+        return (logits / cap).tanh() * cap if cap else logits  # type: ignore[no-any-return]
 
     def _combined(self, largest: Tensor, top1: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of all ranks as one. Ids stay exact: those of a vocabulary fit a float64."""

@@ -85,9 +85,10 @@ class Worker:
         self._open: ExitStack | None = None
         self._pump: Pump | None = None
 
-    def join(self, **facts: Any) -> None:
-        """The model is built: tell the driver, with Hello's further fields, and listen to it from now on."""
-        self._send(Hello(pid=os.getpid(), member=self.member, **facts))
+    def join(self, *, logit_scale: float, logit_softcap: float | None) -> None:
+        """The model is built: tell the driver, and listen to it from now on."""
+        hello = Hello(pid=os.getpid(), member=self.member, logit_scale=logit_scale, logit_softcap=logit_softcap)
+        self._send(hello)
         threading.Thread(target=self._listen, name="eyas-driver", daemon=True).start()
 
     def fail(self, error: EyasError) -> None:
