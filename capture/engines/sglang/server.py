@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from concurrent.futures import Future
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,9 @@ class Server:
         return asyncio.run_coroutine_threadsafe(request, loop)
 
     def _run(self) -> None:
-        # Inherited by SGLang's processes: a terminal's Ctrl-C is for this process, which then ends them.
+        # Inherited by SGLang's processes: a terminal's Ctrl-C is for this process, which then ends them. The resource
+        # tracker unblocks it when it starts, so it does so first.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
