@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eyas.capture.engines import ENGINES, SERVING_ENGINES, num_processes
+from eyas.capture.engines import ENGINES, ONE_COPY_ENGINES, SERVING_ENGINES, num_processes
 from eyas.cli.main import ARGUMENTS
 from eyas.cli.parameters import duration, format_bytes, size
 from eyas.cli.progress import Progress, format_seconds
@@ -197,7 +197,7 @@ def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline, Dat
             f"--engine {' or '.join(SERVING_ENGINES)}, and this is --engine {engine}"
         )
     serving = engine in SERVING_ENGINES
-    if serving and options["dp"] > 1:
+    if engine in ONE_COPY_ENGINES and options["dp"] > 1:
         raise UsageError(
             f"--dp {options['dp']} with --engine {engine}: eyas drives one engine, and one capture writes into a "
             f"dataset: spread the target over more GPUs with --tp"

@@ -16,6 +16,7 @@ ENGINES = ("transformers", "vllm", "sglang")
 GENERATORS = ("transformers",)  # those that can have the target answer
 # They start one worker a GPU themselves: eyas is one process then, and settings.engine_options are for them.
 SERVING_ENGINES = ("vllm", "sglang")
+ONE_COPY_ENGINES = ("vllm",)  # no --dp
 
 
 def num_processes(engine: str, *, tp: int, dp: int) -> int:

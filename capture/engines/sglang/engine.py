@@ -43,7 +43,7 @@ from eyas.capture.engines.sglang.server import Server
 from eyas.capture.engines.transformers.batches import plan_batches
 from eyas.capture.engines.transformers.load import commit_hash, hash_weights, read_head_facts, read_outline
 from eyas.capture.engines.transformers.parallel import Ranks
-from eyas.capture.errors import SelfTestError, TargetError
+from eyas.capture.errors import CaptureFailed, SelfTestError, TargetError
 from eyas.capture.self_test import Probed, check_taps, check_workers_agree, read_reference, usable_probe
 from eyas.shards.identity import TargetIdentity
 from eyas.shards.sample import TokenSample
@@ -56,7 +56,7 @@ from eyas.taps.target import TargetFacts
 MODEL_PACKAGE = "eyas.capture.engines.sglang.model"
 BATCHES_AHEAD = 3  # of tokens, that SGLang has been given and not done yet
 SECONDS_BETWEEN_POLLS = 0.2
-SECONDS_TO_SETTLE = 120.0  # from SGLang's answer to the word of the worker that writes the sample
+SECONDS_TO_SETTLE = 900.0  # from SGLang's answer to the word of the worker that writes it, which may wait for the disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,7 +425,7 @@ def _arrived(hub: Hub, server: Server) -> Iterator[tuple[int, Any]]:
             return
         timeout = None
         if isinstance(message, Failed):
-            raise message.error
+            raise CaptureFailed(message.why)
         if isinstance(message, Gone):
             raise TargetError(
                 "a worker of SGLang ended (what it said, if it could, stands above; if nothing does, it may have been "

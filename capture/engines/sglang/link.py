@@ -25,7 +25,6 @@ import numpy.typing as npt
 
 from eyas.capture.engines.base import Event, Sink
 from eyas.shards.sample import TokenSample
-from eyas.taps.errors import EyasError
 
 ENVIRONMENT = "EYAS_SGLANG"
 RID_PREFIX = "eyas-"  # of the ids of our requests; SGLang's own (warmups, health checks) have others
@@ -145,7 +144,7 @@ class Finished:
 class Failed:
     """The worker cannot go on capturing."""
 
-    error: EyasError
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)

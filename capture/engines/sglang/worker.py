@@ -95,7 +95,7 @@ class Worker:
         """Tell the driver why nothing can be captured any more. SGLang goes on, to no effect, until it is ended."""
         if not self._failed:
             self._failed = True
-            self._send(Failed(error=error))
+            self._send(Failed(why=str(error)))
 
     def take(
         self,
