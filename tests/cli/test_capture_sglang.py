@@ -43,20 +43,16 @@ def test_without_sglang_the_extra_is_named(inputs: Path, tmp_path: Path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_release_without_request_ids_is_refused(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed(monkeypatch, "0.5.9")
+def test_a_release_that_is_too_old_is_refused(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "0.5.14")
     result = capture(inputs, tmp_path / "out", "--taps", "default")
     assert result.exit_code == 1
-    assert "SGLang 0.5.9" in result.output
+    assert "SGLang 0.5.14" in result.output
     assert "sglang>=" in result.output
 
 
-@pytest.mark.parametrize("release", ["0.5.14", "0.5.23", "0.5.99"])
-def test_a_dry_run_needs_no_sglang(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str
-) -> None:
+@pytest.mark.parametrize("release", ["0.5.22", "0.5.23", "0.5.99"])
+def test_a_dry_run_needs_no_sglang(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     installed(monkeypatch, release)
     result = capture(inputs, tmp_path / "out", "--taps", "embed,after:0,after:3,final", "--dry-run")
     assert result.exit_code == 0, result.output

@@ -6,6 +6,7 @@ here in the self-test only.
 
 from __future__ import annotations
 
+import os
 import platform
 import queue
 import time
@@ -50,9 +51,11 @@ from eyas.shards.sample import TokenSample
 from eyas.taps.conventions import SYSTEMS, ids_for
 from eyas.taps.conventions.entry import of_target
 from eyas.taps.conventions.numbering import ConventionError
+from eyas.taps.errors import UsageError
 from eyas.taps.notation import EMBED, FINAL, Tap, after, parse_tap, validate_taps
 from eyas.taps.target import TargetFacts
 
+MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 MODEL_PACKAGE = "eyas.capture.engines.sglang.model"
 BATCHES_AHEAD = 3  # of tokens, that SGLang has been given and not done yet
 SECONDS_BETWEEN_POLLS = 0.2
@@ -134,7 +137,7 @@ class SglangEngine:
             )
             environment = {
                 **place.to_environment(),
-                "SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE,
+                MODEL_PACKAGE_VARIABLE: MODEL_PACKAGE,
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             }
             arguments = server_arguments(settings, outline)
@@ -278,6 +281,8 @@ class SglangEngine:
             yield from self._finish()
         finally:
             if abort:
+                for rid in requests:
+                    running.hub.broadcast(Drop(rid=rid))
                 running.hub.broadcast(Finish(abort=True))
 
     def _follow(self, requests: dict[str, _Request]) -> Iterator[Event]:
@@ -385,6 +390,11 @@ def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
     """Refuse what can be refused without starting SGLang. Raises TargetError, TapError or UsageError."""
     validate_taps(settings.taps, outline.num_layers)
     check_options(settings.engine_options)
+    if os.environ.get(MODEL_PACKAGE_VARIABLE, MODEL_PACKAGE) != MODEL_PACKAGE:
+        raise UsageError(
+            f"{MODEL_PACKAGE_VARIABLE} is {os.environ[MODEL_PACKAGE_VARIABLE]}: eyas' own package has to stand there; "
+            f"unset it"
+        )
     _aux_capture(outline, settings, installed_version())
 
 

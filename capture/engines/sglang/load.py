@@ -22,9 +22,9 @@ from eyas.taps.errors import UsageError
 
 __all__ = ["check_options", "hash_weights", "installed_version", "read_outline", "server_arguments"]
 
-# The first gives a request's id to the model's forward; the source was read up to the last. Later ones are tried: the
-# self-test decides.
-FIRST_RELEASE, LAST_RELEASE = "0.5.14", "0.5.23"
+# Run with both. Earlier ones pin a transformers that is older than eyas needs (those before 0.5.14 do not tell a model
+# which request a row is of, either); later ones are tried, and the self-test decides.
+FIRST_RELEASE, LAST_RELEASE = "0.5.22", "0.5.23"
 
 EXTRA_POSITIONS = 8  # of the context, which SGLang keeps for what it would generate (managers/tp_worker.py)
 WATCHDOG_SECONDS = 3600.0  # a forward may wait for the disk
@@ -101,8 +101,8 @@ def installed_version() -> str:
         raise TargetError("--engine sglang: SGLang is not installed here. Install it with: pip install 'eyas[sglang]'")
     if Version(found) < Version(FIRST_RELEASE):
         raise TargetError(
-            f"--engine sglang: SGLang {found} does not tell a model which request a row is of, which {FIRST_RELEASE} "
-            f"is the first known to do: pip install 'sglang>={FIRST_RELEASE}'"
+            f"--engine sglang: SGLang {found} is here, which needs an older transformers than eyas does: pip install "
+            f"'sglang>={FIRST_RELEASE}'"
         )
     return found
 

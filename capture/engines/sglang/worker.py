@@ -242,7 +242,8 @@ class Worker:
             self._guarded(lambda: self._start(message))
         elif isinstance(message, Finish):
             self._guarded(lambda: self._finish(abort=message.abort))
-            self._send(Finished())
+            if not message.abort:  # nobody waits for the end of that
+                self._send(Finished())
 
     def _guarded(self, action: Any) -> None:
         try:

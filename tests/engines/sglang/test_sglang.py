@@ -60,7 +60,7 @@ def test_the_dataset_is_transformers(worlds: Worlds, tmp_path: Path, name: str, 
         tokens = {0: 0, 1: 0}
         for shard in dataset.iter_shards():
             for sample_id in shard.sample_ids:
-                tokens[int(shard.name.split("-")[1])] += dataset.sample(sample_id).num_tokens
+                tokens[int(shard.path.name.split("-")[1])] += dataset.sample(sample_id).num_tokens
         assert min(tokens.values()) > 0.4 * sum(tokens.values())
 
 
