@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -214,9 +214,10 @@ class SglangEngine:
         )
 
     @property
-    def max_positions(self) -> int | None:
-        """The longest sequence, in tokens, that the target's positions allow; None where unlimited or unknown."""
-        return self._outline.max_positions
+    def max_positions(self) -> int:
+        """The longest sample, in tokens, that SGLang takes: by the target's positions and by its own memory."""
+        longest = self._loaded.server.max_tokens
+        return min(longest, self._outline.max_positions or longest)
 
     def self_test(self, probe: Sequence[TokenSample]) -> None:
         """Prove on ``probe`` that the taps asked for are captured (capture/self_test.py), chunked as in a capture.
@@ -225,7 +226,7 @@ class SglangEngine:
         transformers'. Raises SelfTestError.
         """
         settings, outline = self._settings, self._outline
-        samples = usable_probe(probe, outline)
+        samples = usable_probe(probe, replace(outline, max_positions=self.max_positions))
         captured = self._capture_probe(samples)
         check_workers_agree("SGLang", settings.dtype, captured)
         reference, why_not = read_reference(settings, outline, samples)
@@ -245,14 +246,16 @@ class SglangEngine:
         running, settings = self._loaded, self._settings
         ranks = running.ranks
         self._num_captures += 1
-        longest = self.max_positions or np.iinfo(np.int64).max
+        longest = self.max_positions
         fits = (work.lengths >= 1) & (work.lengths <= longest)
         if ranks.rank == 0:
             for row in work.rows[~fits]:
                 sample = work.source[int(row)]
                 yield Rejected(
                     sample_id=sample.sample_id,
-                    reason=f"{sample.num_tokens} tokens, and the target's positions allow 1 to {longest}",
+                    reason=f"{sample.num_tokens} tokens, and SGLang takes 1 to {longest} here: the target's positions "
+                    f"allow {self._outline.max_positions or 'any number'}, the rest is memory (--mem-fraction-static "
+                    f"after --)",
                 )
         batches = plan_batches(work.rows[fits], work.lengths[fits], batch_tokens=running.batch_tokens)
         for connection, hello in running.hellos.items():

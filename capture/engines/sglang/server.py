@@ -56,6 +56,12 @@ class Server:
         self._engine.result()
         return True
 
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt, in tokens, that SGLang takes with the memory it has."""
+        engine, _ = self._engine.result()
+        return int(engine.tokenizer_manager.max_req_input_len) - 1
+
     def generate(self, rid: str, input_ids: npt.NDArray[np.int32]) -> Future[dict[str, Any]]:
         """Have the target read ``input_ids`` [T]; the result is SGLang's own."""
         engine, loop = self._engine.result()
@@ -85,3 +91,8 @@ class Server:
         self._engine.set_result((engine, loop))
         loop.run_forever()
         engine.shutdown()
+        tasks = asyncio.all_tasks(loop)  # SGLang's own, which wait for messages that no longer come
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.close()
