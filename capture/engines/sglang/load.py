@@ -134,7 +134,7 @@ def server_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
     wanted: dict[str, Any] = {
         **_FIXED,
         "tp_size": settings.tp,
-        "base_gpu_id": given["base_gpu_id"] + settings.tp * int(os.environ.get("LOCAL_RANK", "0")),
+        "base_gpu_id": given["base_gpu_id"] + (settings.tp * _local_rank() if on_cuda else 0),
         "revision": settings.revision,
         "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype,
@@ -151,6 +151,11 @@ def server_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
         return ServerArgs(**{name: value for name, value in {**given, **wanted}.items() if name in fields})
     except (ValueError, AssertionError, TypeError) as error:
         raise UsageError(f"{' '.join(settings.engine_options)}: SGLang refuses these options: {error}") from error
+
+
+def _local_rank() -> int:
+    """This process's place among the copies (--dp) on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from eyas.shards import open_dataset
+from eyas.shards.rejects import read_rejects
 from tests.engines.world import World, assert_same, capture, capture_command
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -92,6 +93,20 @@ def test_a_model_that_cannot_give_the_taps_is_refused(worlds: Worlds, tmp_path: 
     assert result.returncode == 1
     assert "GraniteForCausalLM has no set_eagle3_layers_to_capture" in result.stderr
     assert not (tmp_path / "out" / "dataset.json").exists()
+
+
+def test_a_sample_that_sglang_has_no_room_for_is_rejected(worlds: Worlds, tmp_path: Path) -> None:
+    world, out = worlds("llama"), tmp_path / "out"
+    little = ("--taps", "after:1,final", "--max-rejects", 1, *sglang(world), "--max-total-tokens", 64)
+    result = capture(world, out, *little)
+    assert result.returncode == 0, result.stderr
+    reasons = read_rejects(out)
+    reference = open_dataset(world.reference)
+    assert set(reasons) == {sample.sample_id for sample in reference.iter_samples() if sample.num_tokens > 57}
+    assert all("SGLang takes 1 to 57 here" in reason for reason in reasons.values())
+    assert {sample.sample_id for sample in open_dataset(out).iter_samples()} == {
+        sample.sample_id for sample in reference.iter_samples()
+    } - set(reasons)
 
 
 def test_options_that_sglang_does_not_know_are_wrong_usage(worlds: Worlds, tmp_path: Path) -> None:
