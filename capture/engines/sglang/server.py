@@ -73,10 +73,10 @@ class Server:
         return asyncio.run_coroutine_threadsafe(request, loop)
 
     def _run(self) -> None:
-        # Inherited by SGLang's processes: a terminal's Ctrl-C is for this process, which then ends them. The resource
-        # tracker unblocks it when it starts, so it does so first.
+        # Inherited by SGLang's processes: a terminal's Ctrl-C and a job scheduler's SIGTERM reach all of them, and are for
+        # this process, which ends them by SIGKILL. The resource tracker unblocks both when it starts: it starts first.
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
         try:

@@ -144,7 +144,7 @@ def test_a_signal_seals_what_is_complete(worlds: Worlds, tmp_path: Path, number:
     world, out = worlds("llama"), tmp_path / "out"
     options = sglang(world, "--taps", world.some_taps, "--shard-size", "64KiB", "--batch-tokens", 64)
     process = _started(world, out, *options)
-    os.killpg(process.pid, number)  # as a terminal does
+    os.killpg(process.pid, number)  # as a terminal and a job scheduler do
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
     assert not open_dataset(out).problems
