@@ -73,8 +73,9 @@ class Server:
         return asyncio.run_coroutine_threadsafe(request, loop)
 
     def _run(self) -> None:
-        # Inherited by SGLang's processes: a terminal's Ctrl-C and a job scheduler's SIGTERM reach all of them, and are for
-        # this process, which ends them by SIGKILL. The resource tracker unblocks both when it starts: it starts first.
+        # Inherited by SGLang's processes: a terminal's Ctrl-C and a job scheduler's SIGTERM reach all of them, and are
+        # for this process, which ends them by SIGKILL. The resource tracker unblocks both as it starts, so it starts
+        # first.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         loop = asyncio.new_event_loop()
