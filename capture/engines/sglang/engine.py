@@ -42,7 +42,13 @@ from eyas.capture.engines.sglang.link import (
 from eyas.capture.engines.sglang.load import LAST_RELEASE, check_options, installed_version, server_arguments
 from eyas.capture.engines.sglang.server import Server
 from eyas.capture.engines.transformers.batches import plan_batches
-from eyas.capture.engines.transformers.load import commit_hash, hash_weights, read_head_facts, read_outline
+from eyas.capture.engines.transformers.load import (
+    commit_hash,
+    hash_weights,
+    quantization_method,
+    read_head_facts,
+    read_outline,
+)
 from eyas.capture.engines.transformers.parallel import Ranks
 from eyas.capture.errors import CaptureFailed, SelfTestError, TargetError
 from eyas.capture.self_test import Probed, check_taps, check_workers_agree, read_reference, usable_probe
@@ -191,9 +197,6 @@ class SglangEngine:
         outline, settings = self._outline, self._settings
         hello = next(iter(self._loaded.hellos.values()))
         head = read_head_facts(settings, outline)
-        quantization = getattr(outline.config, "quantization_config", None)
-        if quantization is not None and not isinstance(quantization, dict):
-            quantization = quantization.to_dict()
         return TargetIdentity(
             name=settings.target,
             revision=commit_hash(settings.target, settings.revision),
@@ -204,7 +207,7 @@ class SglangEngine:
             hidden_size=outline.hidden_size,
             vocab_size=outline.vocab_size,
             weight_dtype=outline.dtype,
-            quantization=None if quantization is None else str(quantization.get("quant_method")),
+            quantization=quantization_method(outline),
             final_norm=head.final_norm,
             final_norm_eps=head.final_norm_eps,
             logit_scale=hello.logit_scale,
