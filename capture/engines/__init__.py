@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eyas.capture.engines.base import Engine, EngineSettings, Generator, Sampling, TargetOutline
 
-ENGINES = ("transformers", "vllm")
+ENGINES = ("transformers", "vllm", "sglang")
 GENERATORS = ("transformers",)  # those that can have the target answer
 # They start one worker a GPU themselves: eyas is one process then, and settings.engine_options are for them.
-SERVING_ENGINES = ("vllm",)
+SERVING_ENGINES = ("vllm", "sglang")
+ONE_COPY_ENGINES = ("vllm",)  # no --dp
 
 
 def num_processes(engine: str, *, tp: int, dp: int) -> int:

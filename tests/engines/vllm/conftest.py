@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm.world import World, make_world
+from tests.engines.world import World, make_world
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

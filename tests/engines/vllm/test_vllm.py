@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from eyas.shards import open_dataset
-from tests.engines.vllm.world import World, assert_same, capture, capture_command
+from tests.engines.world import World, assert_same, capture, capture_command
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 

@@ -1,5 +1,5 @@
-"""Targets that vLLM's CPU build runs (head_dim 32 at least; latent attention in DeepSeek's own sizes only), captured by
-both engines and compared tap by tap."""
+"""Targets that serving engines run on a CPU (for vLLM: head_dim 32 at least, latent attention in DeepSeek's own sizes
+only), captured by such an engine and by transformers, and compared tap by tap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eyas.taps.match import match_taps
 from eyas.taps.notation import Tap, all_taps, format_taps
 from tests.tiny import VOCAB_SIZE, add_tokenizer, make_target, prepare_rows, tokenized_rows
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 # Per token relative L2 between the engines, and how much further away every other tap must be.
 MAX_ERROR, MIN_RATIO = 1e-4, 100.0
 

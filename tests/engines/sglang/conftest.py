@@ -1,0 +1,42 @@
+"""Tests that run SGLang: `make test-engines`, or `pytest -m engines tests/engines` where SGLang is installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.engines.world import World, make_world
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reason = None
+    if "engines" not in config.getoption("markexpr"):
+        reason = "needs SGLang: run with -m engines"
+    elif find_spec("sglang") is None:
+        reason = "SGLang is not installed here"
+    for item in items:
+        if reason and HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
+    """A target by name, with prepared samples and what transformers captures of them; made once."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    if find_spec("sgl_kernel") is None:  # SGLang's wheels need a GPU: on a CPU some modules are stand-ins
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE / "stubs"), os.environ.get("PYTHONPATH")]))
+    root = tmp_path_factory.mktemp("worlds")
+    made: dict[str, World] = {}
+
+    def get(name: str) -> World:
+        if name not in made:
+            made[name] = make_world(root / name, name)
+        return made[name]
+
+    return get
