@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4)
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=1024, help="of a sample, on average")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step", choices=["copy", "import", "export"], help="internal: one measured step")
     parser.add_argument("--source", type=Path, help="internal")

@@ -90,7 +90,7 @@ def test_mistakes(tmp_path, captured, options, exit_code, message) -> None:
 def test_no_dataset(tmp_path) -> None:
     result = eyas("standardize", tmp_path, tmp_path / "standard")
     assert result.exit_code == 1
-    assert "no dataset.json there" in result.stderr
+    assert "no dataset.json is there" in result.stderr
 
 
 def test_dry_run_writes_nothing(tmp_path, captured) -> None:
