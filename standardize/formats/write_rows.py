@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from eyas.shards.atomic import fsync_folder, publish, start_writeback
+from eyas.shards.atomic import fsync_folder, publish, remove_temporaries, start_writeback
 from eyas.shards.dataset import Dataset
 from eyas.shards.errors import HeldError
 from eyas.shards.identity import content_hash
@@ -141,6 +141,7 @@ def write_rows(
         raise FormatError(f"{out} is not empty: give a new folder")
     out.mkdir(parents=True, exist_ok=True)
     with _journal(out) as journal:
+        remove_temporaries(out)
         done = np.zeros(len(ids), dtype=np.bool_)
         _start_journal(journal, contents, out, done)
         plan = _plan(dataset, done)
