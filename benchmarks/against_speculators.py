@@ -11,7 +11,7 @@ with eyas (taps after:1,14,26) and writes the first as speculators reads it, tra
 --train-data-ratio makes the same validation split. Both train 3 epochs with a draft vocabulary of 16 384 ids, the same
 one; speculators with its defaults but for the loss implementation (its fused loss crashed under torch 2.11).
 ``collect`` copies the best checkpoint of each, without optimizer, with its wall time. ``judge`` measures every draft of
-a folder on the test part, greedily at 3 steps, and with --prompts by real decoding.
+a folder at 3 steps: on the test part, or with --prompts by real greedy decoding.
 """
 
 from __future__ import annotations
@@ -114,12 +114,8 @@ def collect(options: argparse.Namespace, facts: dict[str, object]) -> None:
     for wall in sorted(options.work.glob("*/wall.json")):
         run, out = wall.parent, options.out / wall.parent.name
         if run.name.startswith("eyas-"):
-            best = (
-                run
-                / "checkpoints"
-                / json.loads((run / "checkpoints" / "best.json").read_text())["checkpoint"]
-                / "draft"
-            )
+            named = json.loads((run / "checkpoints" / "best.json").read_text())["checkpoint"]
+            best = run / "checkpoints" / named / "draft"
         else:
             best = (run / "checkpoint_best").resolve()
         shutil.copytree(best, out, ignore=lambda _, names: [name for name in names if "optim" in name])
@@ -127,21 +123,28 @@ def collect(options: argparse.Namespace, facts: dict[str, object]) -> None:
 
 
 def judge(options: argparse.Namespace, facts: dict[str, object]) -> None:
-    target = options.target or facts["target"]
-    for draft in sorted(wall.parent for wall in options.drafts.glob("*/wall.json")):
-        if options.name not in draft.name:
-            continue
-        label = f"{draft.name:<28} {json.loads((draft / 'wall.json').read_text()):5.0f} s "
-        report = json.loads(eyas("eval", draft, "--target", target, "--dataset", options.work / "test",
-                                 "--validation", 0, "--draft-tokens", 3, "--json"))  # fmt: skip
-        (found,) = report["held_out"].values()
-        steps = " / ".join(f"{share:.3f}" for share in found["acceptance"])
-        print(f"{label} test part: accepted length {found['accepted_length']:.3f}, {steps}", flush=True)
-        for prompts in options.prompts:
-            report = json.loads(eyas("eval", draft, "--target", target, "--decode", prompts, "--draft-tokens",
-                                     3, "--max-prompts", options.max_prompts, "--json"))  # fmt: skip
-            (tally,) = report["decoding"]["tallies"]
-            print(f"{label} {prompts.stem}: accepted length {tally['accepted_length']:.3f}", flush=True)
+    drafts = sorted(wall.parent for wall in options.drafts.glob("*/wall.json") if options.name in wall.parent.name)
+    walls = {str(draft): float(json.loads((draft / "wall.json").read_text())) for draft in drafts}
+    common = [*drafts, "--target", options.target or facts["target"], "--draft-tokens", 3, "--json"]
+
+    def show(draft: str, where: str, length: float, acceptance: list[float]) -> None:
+        steps = " / ".join(f"{share:.3f}" for share in acceptance)
+        label = f"{Path(draft).name:<28} {walls[draft]:5.0f} s"
+        print(f"{label}  {where}: accepted length {length:.3f}, {steps}", flush=True)
+
+    if not options.prompts:
+        report = json.loads(eyas("eval", *common, "--dataset", options.work / "test", "--validation", 0))
+        for draft, found in report["held_out"].items():
+            show(draft, "test part", found["accepted_length"], found["acceptance"])
+    for prompts in options.prompts:
+        decode = ["--decode", prompts, "--max-prompts", options.max_prompts]
+        decoding = json.loads(eyas("eval", *common, *decode))["decoding"]
+        for tally in decoding["drafts"]:
+            same = f"{tally['num_identical']} of {tally['num_turns']} as plain, {tally['num_unexplained']} unexplained"
+            where = f"{prompts.stem}, {tally['num_forwards']:,} cycles, {same}"
+            show(tally["name"], where, tally["accepted_length"], tally["acceptance"])
+            print(f"    {tally['tokens_per_second']:.0f} tokens/s, plain "
+                  f"{decoding['plain']['tokens_per_second']:.0f}", flush=True)  # fmt: skip
 
 
 def main() -> None:

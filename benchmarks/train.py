@@ -15,9 +15,11 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +71,8 @@ def speculators(scratch: Path, target: Path, options: argparse.Namespace) -> flo
     subprocess.run([str(part) for part in command], check=True, env=os.environ)
     steps = dict(json.loads(times.read_text())["steps"])
     kept = sorted(step for step in steps if step >= options.skip)
-    seconds = (steps[kept[-1]] - steps[kept[0]]) / (kept[-1] - kept[0])
+    # The median, since an epoch may end in between: it starts its loaders anew and validates.
+    seconds = statistics.median((steps[b] - steps[a]) / (b - a) for a, b in pairwise(kept))
     rate = options.batch_tokens / seconds
     print(
         f"speculators, log-freq {options.log_freq}: {rate:,.0f} tokens/s, {1000 * seconds:.1f} ms a step "

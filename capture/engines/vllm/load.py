@@ -116,12 +116,12 @@ def engine_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
         raise UsageError(f"{' '.join(settings.engine_options)}: vLLM refuses these options: {error}") from error
     if unknown:
         raise UsageError(f"{' '.join(unknown)}: vLLM has no such option")
+    given.model = settings.target  # else vLLM looks its own default model up, which fails with HF_HUB_OFFLINE=1
     arguments = EngineArgs.from_cli_args(given)
     for name, value in defaults.items():
         if getattr(arguments, name) in (None, getattr(EngineArgs, name)):
             setattr(arguments, name, value)
     for name, value in (
-        ("model", settings.target),
         ("revision", settings.revision),
         ("tokenizer_revision", settings.revision),
         ("trust_remote_code", settings.trust_remote_code),
