@@ -25,7 +25,9 @@ import numpy.typing as npt
 import zstandard
 
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=8)
-_MEDIAN_ROWS = 512  # of a shard, evenly spread: more of them do not move a median of exponents
+# Of a shard, evenly spread. No shard is encoded before its medians are known: 512 rows took four times as long and made
+# SmolLM2's states 0.08 % smaller.
+_MEDIAN_ROWS = 128
 _BLOCK_ELEMENTS = 1 << 18  # planes are split and joined by blocks that stay in cache
 
 
@@ -102,7 +104,9 @@ def _channel_medians(samples: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[n
         [samples[n][row] for n, row in zip(owners.tolist(), (picked - (ends - lengths)[owners]).tolist(), strict=True)]
     )  # [R, W]
     middle = (len(rows) - 1) // 2
-    return np.ascontiguousarray(np.partition((rows >> 7).astype(np.uint8), middle, axis=0)[middle])
+    exponents = np.ascontiguousarray((rows >> 7).astype(np.uint8).T)  # [W, R]: along rows in memory it is twice as fast
+    exponents.partition(middle, axis=1)
+    return np.ascontiguousarray(exponents[:, middle])
 
 
 def _encode_sample(rows: npt.NDArray[np.uint16], medians: npt.NDArray[np.uint8]) -> tuple[bytes, npt.NDArray[np.uint8]]:
