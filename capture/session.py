@@ -16,12 +16,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from eyas.capture.canaries import capture_canaries, choose_canaries, new_session
 from eyas.capture.engines import create_engine, hash_weights
 from eyas.capture.engines.base import Engine, EngineSettings, Forwarded, Rejected, Sealed, Sink, TargetOutline, Work
 from eyas.capture.errors import CaptureFailed, PreparedError
 from eyas.capture.launch import follow_parent
 from eyas.capture.prepared import PreparedSamples
 from eyas.capture.ranks import Ranks
+from eyas.shards.canaries import CANARIES_FOLDER, SESSION, begin_canaries
 from eyas.shards.identity import (
     IDENTITY_FILE,
     DatasetIdentity,
@@ -262,7 +264,8 @@ def run_capture(
             engine.self_test(_probe(work))
             if ranks.rank == 0:
                 create_or_match(config.dataset, identity)
-            ranks.barrier()
+                begin_canaries(config.dataset, identity)
+            session = ranks.broadcast(new_session() if ranks.rank == 0 else None)
             sink = Sink(
                 dataset=config.dataset,
                 identity=identity,
@@ -270,6 +273,14 @@ def run_capture(
                 shard_bytes=config.shard_bytes,
                 codec_threads=config.codec_threads,
             )
+            capture_canaries(
+                engine,
+                choose_canaries(prepared, identity.target.vocab_size),
+                replace(sink, dataset=config.dataset / CANARIES_FOLDER, metadata=((SESSION, session),)),
+                rank=ranks.rank,
+                should_stop=should_stop,
+            )
+            ranks.barrier()
             capture_started = time.monotonic()
             _pump_events(
                 engine,

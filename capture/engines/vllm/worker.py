@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from eyas.shards.writer import ShardWriter
 
 ROW, RANK = "eyas_row", "eyas_rank"  # of a request's extra_args: its row of the samples, and the worker that writes it
+EVERY = -1  # in place of that worker: all of them write it
 SECONDS_BETWEEN_POLLS = 0.2
 
 
@@ -128,7 +129,6 @@ class _Capture:
         self._plan = plan
         self._rank = int(worker.rank)
         self._source: SampleSource | None = None
-        self._collects = False
         self._writer: ShardWriter | Collector | None = None
         self._pump: Pump | None = None
         self._pieces: dict[str, tuple[TokenSample, bool]] = {}  # by request: its sample, and whether it is our own
@@ -171,7 +171,6 @@ class _Capture:
 
         self.abort()
         self._source = source
-        self._collects = sink is None
         self._writer = Collector() if sink is None else sink.open(self._rank, metadata)
         self._pump = Pump(
             self._writer,
@@ -244,7 +243,7 @@ class _Capture:
         extra = parameters.extra_args if parameters is not None else None
         if not extra or ROW not in extra or self._source is None:
             return None
-        known = self._source[extra[ROW]], self._collects or extra[RANK] == self._rank
+        known = self._source[extra[ROW]], extra[RANK] in (EVERY, self._rank)
         self._pieces[request_id] = known
         return known
 
