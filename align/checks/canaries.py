@@ -82,7 +82,7 @@ def check_canaries(subject: Subject) -> list[Finding]:
     unreadable: list[str] = []
     first, others, compared = _compare_all(dataset, None, unreadable)
     if first is None:
-        return [_unknown(f"no canary can be read: {unreadable[0]}", unreadable)]
+        return [_unknown("none of its canaries can be read", unreadable)]
     if 2 * sum(map(_differs, compared)) > len(compared) > 1:  # it may be the first that is wrong
         suspect = next(canary for canary, differences in zip(others, compared, strict=True) if _differs(differences))
         again = _compare_all(dataset, suspect.shard, [])
@@ -103,7 +103,7 @@ def check_canaries(subject: Subject) -> list[Finding]:
             findings.append(_unknown(f"{shown} captured samples and no canary", unreadable))
             unreadable = []
     if unreadable:
-        findings.append(_unknown(f"{len(unreadable)} canaries cannot be read", unreadable))
+        findings.append(_unknown(f"{len(unreadable)} of its canaries cannot be read", unreadable))
     return findings
 
 
