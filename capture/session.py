@@ -6,6 +6,7 @@ what is left to do; the others are told.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.capture.canaries import capture_canaries, choose_canaries, new_session
-from eyas.capture.engines import create_engine, hash_weights
+from eyas.capture.engines import create_engine, hash_weights, installed_version, read_nodes
 from eyas.capture.engines.base import Engine, EngineSettings, Forwarded, Rejected, Sealed, Sink, TargetOutline, Work
 from eyas.capture.errors import CaptureFailed, PreparedError
 from eyas.capture.launch import follow_parent
+from eyas.capture.nodes import Leader, Node
 from eyas.capture.prepared import PreparedSamples
 from eyas.capture.ranks import Ranks
 from eyas.shards.canaries import CANARIES_FOLDER, SESSION, begin_canaries
@@ -212,12 +214,38 @@ def check_identity_early(config: CaptureConfig, planned: DatasetIdentity) -> Non
         )
 
 
+def this_node(config: CaptureConfig, planned: DatasetIdentity) -> Node | None:
+    """Which node of a launch over several this process is; None where there is one. Raises UsageError."""
+    num_nodes, rank, address, port = read_nodes(config.engine, config.settings)
+    if num_nodes == 1:
+        return None
+    settings, own = config.settings, ("--node-rank", "--node_rank", "-r")
+    options = [
+        option
+        for before, option in zip(("", *settings.engine_options), settings.engine_options, strict=False)
+        if before not in own and option.partition("=")[0] not in own
+    ]
+    identity = planned.to_json()
+    means = {
+        **{name: json.dumps(identity[name]) for name in ("taps", "last_hidden", "dtype", "target_statistics", "codec")},
+        "the target's config.json": planned.target.config_hash,
+        "the prepared samples": planned.prepared.fingerprint,
+        "--engine": config.engine,
+        "its version": installed_version(config.engine),
+        "--tp": str(settings.tp),
+        "--batch-tokens": str(settings.batch_tokens),
+        "options after --": " ".join(options),
+    }
+    return Node(rank=rank, num_nodes=num_nodes, address=address, port=port + 1, means=means)
+
+
 def run_capture(
     config: CaptureConfig,
     *,
     should_stop: Callable[[], bool],
     on_plan: Callable[[Plan, list[Problem]], None],
     on_progress: Callable[[Tally], None],
+    other_nodes: Leader | None = None,
 ) -> CaptureSummary:
     """Capture what is left of ``config.prepared`` into ``config.dataset``. Call it on every rank.
 
@@ -259,7 +287,11 @@ def run_capture(
 
         refuse_too_many_rejects()
         if plan.num_left and not should_stop():
+            if other_nodes is not None:
+                other_nodes.start()
             engine = stack.enter_context(create_engine(config.engine, config.settings))
+            if other_nodes is not None:
+                stack.callback(other_nodes.stop)
             identity = _identity(config, prepared, engine.target)
             engine.self_test(_probe(work))
             if ranks.rank == 0:

@@ -6,7 +6,6 @@ workers now and then what they sealed. What is hooked and why is in worker.py.
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections import deque
@@ -350,7 +349,6 @@ def install(engine: LLMEngine, settings: EngineSettings, outline: TargetOutline)
         dtype=settings.dtype,
         num_layers=outline.num_layers,
         hidden_size=outline.hidden_size,
-        driver=os.getpid(),
     )
     engine.collective_rpc("eyas_install", args=(plan,))
     ids = [n % outline.vocab_size for n in range(LEARNING_TOKENS)]

@@ -12,6 +12,7 @@ which a prefill of thousands of tokens hardly feels.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import platform
 import signal
@@ -50,7 +51,6 @@ class Plan:
     dtype: str
     num_layers: int
     hidden_size: int
-    driver: int  # process id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +146,7 @@ class _Capture:
             locate(self._runner.get_model(), plan.num_layers), wanted, schedule=self._schedule, take=self._take
         )
         self._hooks.learn()
-        if os.getpid() != plan.driver:
-            _follow(plan.driver)
+        _follow_parent()
 
     def facts(self) -> Facts:
         import torch
@@ -171,7 +170,7 @@ class _Capture:
 
         self.abort()
         self._source = source
-        self._writer = Collector() if sink is None else sink.open(self._rank, metadata)
+        self._writer = Collector() if sink is None else sink.open(self._rank, {**metadata, "host": platform.node()})
         self._pump = Pump(
             self._writer,
             taps=self._plan.taps,
@@ -256,18 +255,19 @@ class _Capture:
             self._error = error
 
 
-def _follow(driver: int) -> None:
-    """End this worker at once when the driver is gone: nothing may be written that nobody waits for.
+def _follow_parent() -> None:
+    """End this worker at once when the process that started it is gone: nothing may be written that nobody waits for.
 
     Its own process group, so that a terminal's Ctrl-C reaches the driver alone, which then has the workers seal.
     """
+    parent = multiprocessing.parent_process()
+    if parent is None:  # the driver itself, or started by something that watches it
+        return
     with contextlib.suppress(PermissionError):  # it leads a session: no terminal signals it
         os.setpgid(0, 0)
-    if os.getppid() != driver:  # started by something in between, which vLLM's own watching covers
-        return
 
     def watch() -> None:
-        while os.getppid() == driver:
+        while os.getppid() == parent.pid:
             time.sleep(SECONDS_BETWEEN_POLLS)
         os.kill(os.getpid(), signal.SIGKILL)
 
