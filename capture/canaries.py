@@ -17,6 +17,7 @@ from eyas.shards.sample import TokenSample, sample_id
 
 NUM_CANARIES = 2
 CANARY_TOKENS = 128  # of each: 15 MB a worker and session for three taps and last_hidden of 7168 channels in 16 bits
+CANARIES_BYTES = 1 << 30  # of a shard: all of them are in one, however small the dataset's are
 _MOST_READ = 1000  # samples, in search of two that differ in their first tokens
 
 

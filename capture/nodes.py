@@ -254,14 +254,16 @@ def _run_workers(
     """Until node 0's next word, which is left for whoever asks for it."""
     try:
         with run() as workers:
-            while (word := wait()) is None:
-                if workers.have_failed():
-                    raise CaptureFailed(f"a worker of node {node.rank} ended; what it said, if it could, stands above")
+            word = wait()
+            while word is None and not workers.have_failed():
+                word = wait()
+            if workers.have_failed() and (word is None or word.get("end")):
+                raise CaptureFailed(f"a worker of node {node.rank} ended; what it said, if it could, stands above")
     except Exception as error:
         if gone.is_set():  # the workers were ended for it, which the engine calls a failure of theirs
             raise CaptureFailed(f"node 0 ({node.place}) is gone; what it said stands in its own output") from error
         raise
-    if "run" not in word:
+    if word is not None and "run" not in word:
         words.put(word)
 
 

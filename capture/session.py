@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from eyas.capture.canaries import capture_canaries, choose_canaries, new_session
+from eyas.capture.canaries import CANARIES_BYTES, capture_canaries, choose_canaries, new_session
 from eyas.capture.engines import create_engine, hash_weights, installed_version, read_nodes
 from eyas.capture.engines.base import Engine, EngineSettings, Forwarded, Rejected, Sealed, Sink, TargetOutline, Work
 from eyas.capture.errors import CaptureFailed, PreparedError
@@ -308,7 +308,12 @@ def run_capture(
             capture_canaries(
                 engine,
                 choose_canaries(prepared, identity.target.vocab_size),
-                replace(sink, dataset=config.dataset / CANARIES_FOLDER, metadata=((SESSION, session),)),
+                replace(
+                    sink,
+                    dataset=config.dataset / CANARIES_FOLDER,
+                    shard_bytes=CANARIES_BYTES,
+                    metadata=((SESSION, session),),
+                ),
                 rank=ranks.rank,
                 should_stop=should_stop,
             )

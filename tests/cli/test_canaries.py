@@ -77,7 +77,8 @@ def swapped(sample: Sample) -> Sample:
 
 def test_every_worker_of_every_session_has_both_and_they_go_along(inputs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for options in (["--dp", 2, "--max-samples", 15], ["--tp", 2]):  # the second one goes on where the first ended
+    # The second one goes on where the first ended.
+    for options in (["--dp", 2, "--max-samples", 15, "--shard-size", "1KiB"], ["--tp", 2]):
         run = subprocess.run(process(capture_arguments(inputs, out, *options)), capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
     canaries = open_dataset(out / "canaries")
