@@ -84,7 +84,8 @@ def lead(node: Node, dataset: Path, *, on_stop: Callable[[], None] = lambda: Non
 
 def test_workers_run_while_node_0_says_so_and_all_end_alike(node: Callable[..., Node], tmp_path: Path) -> None:
     followers = [Follower(node(rank, 3), tmp_path / "out") for rank in (1, 2)]
-    with pytest.raises(SystemExit), lead(node(0, 3), tmp_path / "out") as leader:
+
+    def capture(leader: Leader) -> None:
         for _ in range(2):  # a capture whose first samples are checked starts the engine twice
             leader.start()
             for follower in followers:
@@ -92,6 +93,9 @@ def test_workers_run_while_node_0_says_so_and_all_end_alike(node: Callable[..., 
                 follower.workers.running.clear()
             leader.stop()
         raise SystemExit(75)
+
+    with pytest.raises(SystemExit), lead(node(0, 3), tmp_path / "out") as leader:
+        capture(leader)
     for follower in followers:
         assert follower.end() == 75
         assert follower.workers.log == ["start", "end"] * 2
