@@ -81,7 +81,7 @@ class Leader:
         self._patience = patience
         self._lines: dict[int, _Lines] = {}  # by node
         self._gone: list[str] = []
-        self._ended = False
+        self._ended = threading.Event()
 
     def __enter__(self) -> Leader:
         try:
@@ -99,7 +99,7 @@ class Leader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._ended = True
+        self._ended.set()
         self._tell({"end": _exit_status(error)})
         self._close()
         if self._gone and isinstance(error, Exception):
@@ -171,9 +171,9 @@ class Leader:
             while True:
                 if lines.receive().get("stop"):
                     self._on_stop()
-        if not self._ended:
+        if not self._ended.is_set():
             self._gone.append(f"node {rank} is gone")
-            _kill_workers()
+            _kill_workers(until=self._ended)
 
     def _tell(self, message: dict[str, Any]) -> None:
         for lines in self._lines.values():
@@ -201,7 +201,7 @@ def follow(
     """
     lines = _connect(node, dataset, say, patience)
     words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    gone = threading.Event()
+    gone, ended = threading.Event(), threading.Event()
     asked = False
 
     def listen() -> None:
@@ -211,7 +211,7 @@ def follow(
                 words.put(word := lines.receive())
             return
         gone.set()
-        _kill_workers()
+        _kill_workers(until=ended)
 
     def wait() -> dict[str, Any] | None:
         """Node 0's next word; None where there is none for now."""
@@ -241,6 +241,7 @@ def follow(
             if word.get("run"):
                 _run_workers(node, run, wait, words, gone)
     finally:
+        ended.set()
         lines.close()
 
 
@@ -362,7 +363,12 @@ def _exit_status(error: BaseException | None) -> int:
     return 0 if error is None else 2 if isinstance(error, UsageError) else 1
 
 
-def _kill_workers() -> None:
-    """End this process's workers, which would wait for the others for ever; the engine then finds out by itself."""
-    for child in multiprocessing.active_children():
-        child.kill()
+def _kill_workers(*, until: threading.Event) -> None:
+    """End this process's workers, those that are still to start too: they would wait for the others for ever.
+
+    The engine then finds out by itself.
+    """
+    while not until.is_set():
+        for child in multiprocessing.active_children():
+            child.kill()
+        until.wait(SECONDS_BETWEEN_POLLS)
