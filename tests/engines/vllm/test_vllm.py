@@ -16,6 +16,7 @@ import pytest
 
 from eyas.shards import open_dataset
 from tests.engines.world import World, assert_canaries, assert_same, capture, capture_command
+from tests.kill import kill_all
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -77,7 +78,11 @@ def test_a_target_over_two_nodes(worlds: Worlds, tmp_path: Path, monkeypatch: py
         options = ("--engine", "vllm", "--tp", 2, "--taps", world.some_taps, "--batch-tokens", 64)
         place = ("--", "--nnodes", 2, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port)
         nodes.append(subprocess.Popen(capture_command(world, out, *options, *place), stderr=subprocess.PIPE, text=True))
-    errors = [node.communicate(timeout=280)[1] for node in reversed(nodes)]
+    try:
+        errors = [node.communicate(timeout=280)[1] for node in reversed(nodes)]
+    finally:
+        for node in nodes:
+            kill_all(node)
     assert [node.returncode for node in nodes] == [0, 0], errors
     assert "node 0 ended with exit status 0" in errors[1]
     assert {path.name.split("-")[1] for path in (out / "shards").iterdir()} == {"0", "1"}
