@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from eyas.capture.errors import CaptureFailed
-from eyas.taps.errors import UsageError
+from eyas.taps.errors import EXIT_STOPPED_EARLY, UsageError
 
 PATIENCE_SECONDS = 600.0  # until all nodes are there
 SECONDS_TO_SEE = 30.0  # a file that another node has made, on a shared file system
@@ -73,11 +73,11 @@ class Leader:
         node: Node,
         dataset: Path,
         *,
-        on_stop: Callable[[], None],  # another node was asked to stop
+        stopping: threading.Event,  # this node was asked to stop; set where another one was
         say: Callable[[str], None],
         patience: float = PATIENCE_SECONDS,
     ) -> None:
-        self._node, self._dataset, self._on_stop, self._say = node, dataset, on_stop, say
+        self._node, self._dataset, self._stopping, self._say = node, dataset, stopping, say
         self._patience = patience
         self._lines: dict[int, _Lines] = {}  # by node
         self._gone: list[str] = []
@@ -89,7 +89,8 @@ class Leader:
                 self._gather(listener)
             self._prove_one_folder()
         except BaseException as error:
-            self._tell({"refused": f"node 0 ended: {error}"})
+            stopped = isinstance(error, SystemExit)
+            self._tell({"end": EXIT_STOPPED_EARLY} if stopped else {"refused": f"node 0 ended: {error}"})
             self._close()
             raise
         for rank, lines in self._lines.items():
@@ -121,10 +122,13 @@ class Leader:
         wanted = set(range(1, self._node.num_nodes))
         self._say(f"node 0 of {self._node.num_nodes}: waiting for the others on port {self._node.port}")
         while missing := wanted - set(self._lines):
-            listener.settimeout(max(0.0, deadline - time.monotonic()) or 0.001)
+            listener.settimeout(SECONDS_BETWEEN_POLLS)
             try:
                 connection, peer = listener.accept()
             except TimeoutError:
+                _end_if(self._stopping)
+                if time.monotonic() < deadline:
+                    continue
                 names = ", ".join(f"node {rank}" for rank in sorted(missing))
                 raise CaptureFailed(
                     f"{names} did not come to {self._node.place} within {self._patience:.0f} s: run the same command "
@@ -170,7 +174,7 @@ class Leader:
         with contextlib.suppress(OSError, ValueError):
             while True:
                 if lines.receive().get("stop"):
-                    self._on_stop()
+                    self._stopping.set()
         if not self._ended.is_set():
             self._gone.append(f"node {rank} is gone")
             _kill_workers(until=self._ended)
@@ -190,7 +194,7 @@ def follow(
     dataset: Path,
     run: Callable[[], AbstractContextManager[Workers]],
     *,
-    should_stop: Callable[[], bool],
+    stopping: threading.Event,
     say: Callable[[str], None],
     patience: float = PATIENCE_SECONDS,
 ) -> int:
@@ -199,7 +203,7 @@ def follow(
     Raises CaptureFailed where node 0 does not come or goes, or a worker here fails; UsageError where it means
     something else.
     """
-    lines = _connect(node, dataset, say, patience)
+    lines = _connect(node, dataset, stopping, say, patience)
     words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     gone, ended = threading.Event(), threading.Event()
     asked = False
@@ -216,7 +220,7 @@ def follow(
     def wait() -> dict[str, Any] | None:
         """Node 0's next word; None where there is none for now."""
         nonlocal asked
-        if should_stop() and not asked:
+        if stopping.is_set() and not asked:
             asked = True
             with contextlib.suppress(OSError):
                 lines.send({"stop": True})
@@ -268,7 +272,9 @@ def _run_workers(
         words.put(word)
 
 
-def _connect(node: Node, dataset: Path, say: Callable[[str], None], patience: float) -> _Lines:
+def _connect(
+    node: Node, dataset: Path, stopping: threading.Event, say: Callable[[str], None], patience: float
+) -> _Lines:
     """The connection to node 0, once it has taken this node in."""
     deadline = time.monotonic() + patience
     say(f"node {node.rank} of {node.num_nodes}: looking for node 0 at {node.place}")
@@ -277,6 +283,7 @@ def _connect(node: Node, dataset: Path, say: Callable[[str], None], patience: fl
             lines = _Lines(socket.create_connection((node.address, node.port), timeout=10))
             break
         except OSError as error:
+            _end_if(stopping)
             if time.monotonic() > deadline:
                 raise CaptureFailed(
                     f"node 0 is not at {node.place} after {patience:.0f} s ({error}): run the same command there with "
@@ -285,7 +292,14 @@ def _connect(node: Node, dataset: Path, say: Callable[[str], None], patience: fl
             time.sleep(SECONDS_BETWEEN_POLLS)
     try:
         lines.send({"node": node.rank, "means": dict(node.means)})
-        word = lines.receive(timeout=patience)
+        word: dict[str, Any] = {}
+        while not word:
+            try:
+                word = lines.receive(timeout=SECONDS_BETWEEN_POLLS)
+            except TimeoutError:
+                _end_if(stopping)
+                if time.monotonic() > deadline:
+                    raise
         if "sees" in word:
             mark = dataset / Path(str(word["sees"])).name
             until = time.monotonic() + SECONDS_TO_SEE
@@ -297,6 +311,8 @@ def _connect(node: Node, dataset: Path, say: Callable[[str], None], patience: fl
         lines.close()
         raise CaptureFailed(f"node 0 ({node.place}) is gone; what it said stands in its own output") from error
     lines.close()
+    if "end" in word:
+        raise SystemExit(int(word["end"]))
     raise UsageError(str(word.get("refused", f"{node.place} does not speak as node 0 of eyas does")))
 
 
@@ -355,6 +371,11 @@ def _difference(rank: int, ours: Mapping[str, str], theirs: Mapping[str, str]) -
         if theirs.get(name) != ours.get(name)
     ]
     return f"the nodes differ: {'; '.join(differs)}" if differs else ""
+
+
+def _end_if(stopping: threading.Event) -> None:
+    if stopping.is_set():
+        raise SystemExit(EXIT_STOPPED_EARLY)
 
 
 def _exit_status(error: BaseException | None) -> int:

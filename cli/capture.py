@@ -143,7 +143,7 @@ def _drive(
 def _lead(node: Node, config: CaptureConfig, stopping: threading.Event) -> Leader:
     from eyas.capture.nodes import Leader
 
-    return Leader(node, config.dataset, on_stop=stopping.set, say=_say)
+    return Leader(node, config.dataset, stopping=stopping, say=_say)
 
 
 def _follow(node: Node, config: CaptureConfig, outline: TargetOutline, stopping: threading.Event) -> int:
@@ -154,7 +154,7 @@ def _follow(node: Node, config: CaptureConfig, outline: TargetOutline, stopping:
         node,
         config.dataset,
         lambda: run_workers(config.engine, config.settings, outline),
-        should_stop=stopping.is_set,
+        stopping=stopping,
         say=_say,
     )
 

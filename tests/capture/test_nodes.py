@@ -56,9 +56,9 @@ class Follower:
     def _run(self) -> None:
         node, dataset, options = self._arguments
         try:
-            self.result = follow(
-                node, dataset, self.workers.run, should_stop=self.stopping.is_set, say=lambda _: None, **options
-            )
+            self.result = follow(node, dataset, self.workers.run, stopping=self.stopping, say=lambda _: None, **options)
+        except SystemExit as error:
+            self.result = int(str(error.code))
         except Exception as error:  # noqa: BLE001  looked at by the test
             self.result = error
 
@@ -78,8 +78,8 @@ def node() -> Callable[..., Node]:
     return make
 
 
-def lead(node: Node, dataset: Path, *, on_stop: Callable[[], None] = lambda: None, **options: Any) -> Leader:
-    return Leader(node, dataset, on_stop=on_stop, say=lambda _: None, **options)
+def lead(node: Node, dataset: Path, *, stopping: threading.Event | None = None, **options: Any) -> Leader:
+    return Leader(node, dataset, stopping=stopping or threading.Event(), say=lambda _: None, **options)
 
 
 def test_workers_run_while_node_0_says_so_and_all_end_alike(node: Callable[..., Node], tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_workers_run_while_node_0_says_so_and_all_end_alike(node: Callable[..., 
 def test_a_node_that_is_asked_to_stop_has_node_0_stop(node: Callable[..., Node], tmp_path: Path) -> None:
     asked = threading.Event()
     follower = Follower(node(1), tmp_path)
-    with lead(node(0), tmp_path, on_stop=asked.set) as leader:
+    with lead(node(0), tmp_path, stopping=asked) as leader:
         leader.start()
         assert follower.workers.running.wait(60)
         follower.stopping.set()
@@ -164,7 +164,20 @@ def test_who_does_not_come_is_named(node: Callable[..., Node], tmp_path: Path) -
     with pytest.raises(CaptureFailed, match="node 1, node 2 did not come to"):
         lead(node(0, 3), tmp_path, patience=0.3).__enter__()
     with pytest.raises(CaptureFailed, match="node 0 is not at"):
-        follow(node(1), tmp_path, Workers().run, should_stop=lambda: False, say=lambda _: None, patience=0.3)
+        follow(node(1), tmp_path, Workers().run, stopping=threading.Event(), say=lambda _: None, patience=0.3)
+
+
+def test_a_signal_ends_the_wait_for_the_others(node: Callable[..., Node], tmp_path: Path) -> None:
+    follower = Follower(node(1, 3), tmp_path)
+    stopping = threading.Event()
+    timer = threading.Timer(1.0, stopping.set)
+    timer.start()
+    with pytest.raises(SystemExit, match="75"):
+        lead(node(0, 3), tmp_path, stopping=stopping).__enter__()
+    assert follower.end() == 75
+    alone = Follower(node(1), tmp_path)  # and nobody comes
+    alone.stopping.set()
+    assert alone.end() == 75
 
 
 def test_strangers_are_hung_up_on(node: Callable[..., Node], tmp_path: Path) -> None:
