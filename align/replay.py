@@ -127,11 +127,12 @@ def replay_dataset(
     """replay_report of an eyas dataset. Raises EyasError for what is no dataset, and for a target that does not load;
     samples that cannot be read are a finding."""
     from eyas.align.stored import DatasetSource
+    from eyas.shards.canaries import open_canaries
     from eyas.shards.dataset import Dataset
     from eyas.shards.errors import ShardError
 
     try:
-        source = DatasetSource(Dataset.open(dataset))
+        source = DatasetSource(Dataset.open(dataset), open_canaries(dataset))
         return replay_report(source, target, num_samples=num_samples, trust_remote_code=trust_remote_code)
     except ShardError as error:
         return [Finding(check="replay", status="unknown", found=f"samples cannot be read: {error}")]

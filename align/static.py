@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from eyas.align.checks.canaries import check_canaries
 from eyas.align.checks.data import LookedAt, check_data
 from eyas.align.checks.masks import check_masks
 from eyas.align.checks.norms import check_norms
@@ -68,6 +69,7 @@ def check_subject(subject: Subject) -> Report:
         *_draft_findings(subject),
         *check_target(subject),
         *check_data(subject, looked_at),
+        *check_canaries(subject),
     ]
     if subject.ledgers.entries:
         with contextlib.suppress(ShardError):  # check_data has said so

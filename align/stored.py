@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from eyas.shards.dataset import Dataset
+    from eyas.shards.sample import Sample
 
 LAST_HIDDEN = "last_hidden"
 MIN_TOKENS = 4  # of a sample worth replaying: token 0 says nothing
+CANARY = "canary "  # what the name of one begins with
+MOST_BUILDS = 4  # of which a canary is replayed
 # Rows of a sample that are scanned for damage without being replayed.
 SCANNED_TOKENS = 8192
 
@@ -76,10 +79,15 @@ class Source(Protocol):
 
 
 class DatasetSource:
-    """The samples of an eyas dataset. Reads the picked samples' bytes and nothing else."""
+    """The samples of an eyas dataset. Reads the picked samples' bytes and nothing else.
 
-    def __init__(self, dataset: Dataset) -> None:
+    canaries: those of the dataset. One of each build is picked with the samples, so that with the canaries' own check
+    (checks/canaries.py) every worker's are compared with the target.
+    """
+
+    def __init__(self, dataset: Dataset, canaries: Dataset | None = None) -> None:
         self._dataset = dataset
+        self._canaries = canaries
         identity = dataset.identity
         self.name = str(dataset.path)
         self.compute_dtype = identity.dtype
@@ -104,10 +112,25 @@ class DatasetSource:
                     continue
                 picked[number] = self._read(shard, number - int(starts[shard]))
                 break
-        return list(picked.values())
+        return [*picked.values(), *self._pick_canaries()]
+
+    def _pick_canaries(self) -> list[StoredSample]:
+        from eyas.align.checks.canaries import read_canaries
+
+        chosen: dict[tuple[str, str], list[StoredSample]] = {}
+        for canary in [] if self._canaries is None else read_canaries(self._canaries, []):
+            if (canary.build, canary.tp) not in chosen and len(chosen) < MOST_BUILDS:
+                chosen[canary.build, canary.tp] = [
+                    self._stored(sample, name=f"{CANARY}{name}", where=canary.shard)
+                    for name, sample in canary.samples.items()
+                    if sample.num_tokens >= MIN_TOKENS
+                ]
+        return [sample for samples in chosen.values() for sample in samples]
 
     def neighbours(self, sample: StoredSample, num_samples: int) -> list[StoredSample]:
         """Samples of the same shard around ``sample``, nearest first."""
+        if sample.name.startswith(CANARY):
+            return []
         index, n = self._dataset.locate(sample.name)
         around = sorted(range(len(self._dataset.shard(index))), key=lambda place: abs(place - n))[1 : num_samples + 1]
         return [self._read(index, place) for place in around]
@@ -118,14 +141,18 @@ class DatasetSource:
 
     def _read(self, shard: int, n: int) -> StoredSample:
         opened = self._dataset.shard(shard)
-        sample = opened.sample(n, slice(0, SCANNED_TOKENS))
+        return self._stored(
+            opened.sample(n, slice(0, SCANNED_TOKENS)), name=opened.sample_ids[n], where=opened.path.name
+        )
+
+    def _stored(self, sample: Sample, *, name: str, where: str) -> StoredSample:
         width = self._dataset.identity.hidden_size
         slots = list(sample.features.view(-1, len(self._dataset.identity.taps), width).unbind(1))
         if sample.last_hidden is not None:
             slots.append(sample.last_hidden)
         return StoredSample(
-            name=sample.sample_id,
-            where=opened.path.name,
+            name=name,
+            where=where,
             input_ids=sample.input_ids.long(),
             slots=tuple(slots),
             loss_mask=sample.loss_mask,

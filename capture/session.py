@@ -6,6 +6,7 @@ what is left to do; the others are told.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,12 +17,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from eyas.capture.engines import create_engine, hash_weights
+from eyas.capture.canaries import CANARIES_BYTES, capture_canaries, choose_canaries, new_session
+from eyas.capture.engines import create_engine, hash_weights, installed_version, read_nodes
 from eyas.capture.engines.base import Engine, EngineSettings, Forwarded, Rejected, Sealed, Sink, TargetOutline, Work
 from eyas.capture.errors import CaptureFailed, PreparedError
 from eyas.capture.launch import follow_parent
+from eyas.capture.nodes import Leader, Node
 from eyas.capture.prepared import PreparedSamples
 from eyas.capture.ranks import Ranks
+from eyas.shards.canaries import CANARIES_FOLDER, SESSION, begin_canaries
 from eyas.shards.identity import (
     IDENTITY_FILE,
     DatasetIdentity,
@@ -210,12 +214,38 @@ def check_identity_early(config: CaptureConfig, planned: DatasetIdentity) -> Non
         )
 
 
+def this_node(config: CaptureConfig, planned: DatasetIdentity) -> Node | None:
+    """Which node of a launch over several this process is; None where there is one. Raises UsageError."""
+    num_nodes, rank, address, port = read_nodes(config.engine, config.settings)
+    if num_nodes == 1:
+        return None
+    settings, own = config.settings, ("--node-rank", "--node_rank", "-r")
+    options = [
+        option
+        for before, option in zip(("", *settings.engine_options), settings.engine_options, strict=False)
+        if before not in own and option.partition("=")[0] not in own
+    ]
+    identity = planned.to_json()
+    means = {
+        **{name: json.dumps(identity[name]) for name in ("taps", "last_hidden", "dtype", "target_statistics", "codec")},
+        "the target's config.json": planned.target.config_hash,
+        "the prepared samples": planned.prepared.fingerprint,
+        "--engine": config.engine,
+        "its version": installed_version(config.engine),
+        "--tp": str(settings.tp),
+        "--batch-tokens": str(settings.batch_tokens),
+        "options after --": " ".join(options),
+    }
+    return Node(rank=rank, num_nodes=num_nodes, address=address, port=port + 1, means=means)
+
+
 def run_capture(
     config: CaptureConfig,
     *,
     should_stop: Callable[[], bool],
     on_plan: Callable[[Plan, list[Problem]], None],
     on_progress: Callable[[Tally], None],
+    other_nodes: Leader | None = None,
 ) -> CaptureSummary:
     """Capture what is left of ``config.prepared`` into ``config.dataset``. Call it on every rank.
 
@@ -257,12 +287,17 @@ def run_capture(
 
         refuse_too_many_rejects()
         if plan.num_left and not should_stop():
+            if other_nodes is not None:
+                other_nodes.start()
             engine = stack.enter_context(create_engine(config.engine, config.settings))
+            if other_nodes is not None:
+                stack.callback(other_nodes.stop)
             identity = _identity(config, prepared, engine.target)
             engine.self_test(_probe(work))
             if ranks.rank == 0:
                 create_or_match(config.dataset, identity)
-            ranks.barrier()
+                begin_canaries(config.dataset, identity)
+            session = ranks.broadcast(new_session() if ranks.rank == 0 else None)
             sink = Sink(
                 dataset=config.dataset,
                 identity=identity,
@@ -270,6 +305,19 @@ def run_capture(
                 shard_bytes=config.shard_bytes,
                 codec_threads=config.codec_threads,
             )
+            capture_canaries(
+                engine,
+                choose_canaries(prepared, identity.target.vocab_size),
+                replace(
+                    sink,
+                    dataset=config.dataset / CANARIES_FOLDER,
+                    shard_bytes=CANARIES_BYTES,
+                    metadata=((SESSION, session),),
+                ),
+                rank=ranks.rank,
+                should_stop=should_stop,
+            )
+            ranks.barrier()
             capture_started = time.monotonic()
             _pump_events(
                 engine,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from eyas.taps.errors import EXIT_STOPPED_EARLY
 if TYPE_CHECKING:
     from eyas.align.verdict import Report
     from eyas.capture.engines.base import TargetOutline
+    from eyas.capture.nodes import Leader, Node
     from eyas.capture.session import CaptureConfig, CaptureSummary, Plan, Tally
     from eyas.shards.identity import DatasetIdentity
     from eyas.shards.ledger import Problem
@@ -89,39 +91,76 @@ def command(**options: Any) -> None:
     With --engine vllm (pip install 'eyas[vllm]') or sglang (pip install 'eyas[sglang]'), the engine's own workers write
     the shards; options after -- are the engine's.
     """
-    from eyas.capture.launch import launch_ranks
     from eyas.capture.ranks import is_launched
+    from eyas.capture.session import this_node
 
     with stop_on_signals() as stopping:  # from here on: loading libraries and a tokenizer takes seconds
         config, outline, planned = _resolve(options)
-        world_size = num_processes(options["engine"], tp=options["tp"], dp=options["dp"])
         checked = options["draft"] is not None or options["serving_engine"] is not None
         if options["dry_run"]:
             print_dry_run(_plan_facts(config, outline, tp=options["tp"], dp=options["dp"]))
             if checked:
                 _check_plan(planned, options)
             return
+        node = this_node(config, planned)
+        if node is not None and node.rank > 0:
+            raise SystemExit(_follow(node, config, outline, stopping))
         if is_launched():
-            _finish(_capture(config, stopping), as_json=options["as_json"])
+            _finish(_capture(config, stopping, None), as_json=options["as_json"])
             return
-        arguments = click.get_current_context().meta[ARGUMENTS]
-        first_samples = None
         if checked:
             _check_plan(planned, options)
-            first = min(FIRST_SAMPLES, options["max_samples"] or FIRST_SAMPLES)
-            if world_size > 1:
-                status = launch_ranks([*arguments, "--max-samples", str(first), "--max-rejects", "1"], world_size)
-                if status != 0:
-                    raise SystemExit(status)
-            else:
-                first_samples = _capture(replace(config, max_samples=first, max_rejects=1.0), stopping)
-                if first_samples.stopped is not None:
-                    _finish(first_samples, as_json=options["as_json"])
-            _check_first_samples(config, as_json=options["as_json"])
+        with nullcontext() if node is None else _lead(node, config, stopping) as leader:
+            _drive(config, options, stopping, leader, checked=checked)
+
+
+def _drive(
+    config: CaptureConfig, options: dict[str, Any], stopping: threading.Event, leader: Leader | None, *, checked: bool
+) -> None:
+    """Capture, where ``checked`` the first samples alone, which are replayed before the rest."""
+    from eyas.capture.launch import launch_ranks
+
+    world_size = num_processes(options["engine"], tp=options["tp"], dp=options["dp"])
+    arguments = click.get_current_context().meta[ARGUMENTS]
+    first_samples = None
+    if checked:
+        first = min(FIRST_SAMPLES, options["max_samples"] or FIRST_SAMPLES)
         if world_size > 1:
-            raise SystemExit(EXIT_STOPPED_EARLY if stopping.is_set() else launch_ranks(arguments, world_size))
-        summary = _capture(config, stopping)
-        _finish(summary if first_samples is None else _joined(first_samples, summary), as_json=options["as_json"])
+            status = launch_ranks([*arguments, "--max-samples", str(first), "--max-rejects", "1"], world_size)
+            if status != 0:
+                raise SystemExit(status)
+        else:
+            first_samples = _capture(replace(config, max_samples=first, max_rejects=1.0), stopping, leader)
+            if first_samples.stopped is not None:
+                _finish(first_samples, as_json=options["as_json"])
+        _check_first_samples(config, as_json=options["as_json"])
+    if world_size > 1:
+        raise SystemExit(EXIT_STOPPED_EARLY if stopping.is_set() else launch_ranks(arguments, world_size))
+    summary = _capture(config, stopping, leader)
+    _finish(summary if first_samples is None else _joined(first_samples, summary), as_json=options["as_json"])
+
+
+def _lead(node: Node, config: CaptureConfig, stopping: threading.Event) -> Leader:
+    from eyas.capture.nodes import Leader
+
+    return Leader(node, config.dataset, stopping=stopping, say=_say)
+
+
+def _follow(node: Node, config: CaptureConfig, outline: TargetOutline, stopping: threading.Event) -> int:
+    from eyas.capture.engines import run_workers
+    from eyas.capture.nodes import follow
+
+    return follow(
+        node,
+        config.dataset,
+        lambda: run_workers(config.engine, config.settings, outline),
+        stopping=stopping,
+        say=_say,
+    )
+
+
+def _say(message: str) -> None:
+    click.echo(message, err=True)
 
 
 def _joined(first: CaptureSummary, rest: CaptureSummary) -> CaptureSummary:
@@ -130,11 +169,17 @@ def _joined(first: CaptureSummary, rest: CaptureSummary) -> CaptureSummary:
     return replace(rest, **{name: getattr(first, name) + getattr(rest, name) for name in names})
 
 
-def _capture(config: CaptureConfig, stopping: threading.Event) -> CaptureSummary:
+def _capture(config: CaptureConfig, stopping: threading.Event, leader: Leader | None) -> CaptureSummary:
     from eyas.capture.session import run_capture
 
     with _Display() as display:
-        return run_capture(config, should_stop=stopping.is_set, on_plan=display.plan, on_progress=display.progress)
+        return run_capture(
+            config,
+            should_stop=stopping.is_set,
+            on_plan=display.plan,
+            on_progress=display.progress,
+            other_nodes=leader,
+        )
 
 
 def _finish(summary: CaptureSummary, *, as_json: bool) -> None:

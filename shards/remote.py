@@ -8,6 +8,7 @@ is what the store says at that moment.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import hashlib
 import posixpath
@@ -96,6 +97,12 @@ class Store:
 
     def __init__(self, url: str, root: str, file_system: Any) -> None:
         self.url, self._root, self._fs = url, root, file_system
+
+    def inside(self, folder: str) -> Store:
+        """The store of ``folder`` in this one."""
+        inner = copy.copy(self)
+        inner.url, inner._root = f"{self.url}/{folder}", self._path(folder)
+        return inner
 
     def where(self, name: str) -> str:
         """``name`` as messages give it."""
@@ -241,6 +248,10 @@ class FolderStore(Store):
         super().__init__(str(folder), str(folder.absolute()), LocalFileSystem())
         self.folder = folder
 
+    def inside(self, folder: str) -> FolderStore:
+        assert self.folder is not None
+        return FolderStore(self.folder / folder)
+
     def _transient(self, error: Exception) -> bool:
         return False
 
@@ -371,6 +382,9 @@ class HubStore(Store):
         super().__init__(url, root, HfFileSystem(skip_instance_cache=True))
         self._api = HfApi()
         self._sent: dict[str, Any] = {}  # shard to its part of the commit to come
+
+    def inside(self, folder: str) -> Store:
+        return HubStore(f"{self.url}/{folder}", self._path(folder))
 
     def _list(self, path: str) -> list[dict[str, Any]]:
         self._fs.invalidate_cache()

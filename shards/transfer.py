@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, publish, remove_temporaries
+from eyas.shards.canaries import CANARIES_FOLDER
 from eyas.shards.errors import ShardError, ShardWriteError
 from eyas.shards.identity import (
     IDENTITY_FILE,
@@ -318,6 +319,7 @@ class _Run:
                 f"another transfer writing there? Run one at a time, and this command again"
             )
         if not self._asked:
+            self._bring_canaries(summary)
             self._finish(state, end)
         mine = [entry for entry in [*plan.there, *placed] if entry.shard not in summary.failures]
         summary.num_placed, summary.placed_bytes = len(placed), sum(entry.num_bytes for entry in placed)
@@ -419,6 +421,21 @@ class _Run:
     def _fail(self, entry: SealedShard, reason: str, summary: Summary) -> None:
         summary.failures[entry.shard] = reason
         self.events.put(Failed(shard=entry.shard, reason=reason))
+
+    def _bring_canaries(self, summary: Summary) -> None:
+        """Transfer the small dataset inside the dataset, where there is one. Only what goes wrong is told of it."""
+        source = self.source.inside(CANARIES_FOLDER)
+        if self.patiently(lambda: source.read(IDENTITY_FILE)) is None:
+            return
+        destination = self.destination.inside(CANARIES_FOLDER)
+        run = _Run(source, destination, workers=self._num_workers, verify=self._verify)
+        run._stopping = self._stopping
+        for shard, reason in run.conduct().failures.items():
+            summary.failures[f"{CANARIES_FOLDER}/{shard}"] = reason
+        while not run.events.empty():
+            event = run.events.get()
+            if isinstance(event, (Failed, Noticed)):
+                self.events.put(event)
 
     def _finish(self, state: LedgerState, end: _End) -> None:
         """Bring rejects and token counts, which are of use once the shards are there."""

@@ -31,6 +31,7 @@ from eyas.shards.rejects import append_reject, read_rejects
 from eyas.shards.sample import Sample
 from eyas.shards.validate import validate
 from eyas.shards.writer import ShardWriter
+from eyas.standardize.canaries import carry_canaries
 from eyas.standardize.convert import Converter
 from eyas.standardize.count import count_tokens
 from eyas.standardize.events import Advanced, Event, Failed, Noticed, Planned, Sealed, Summary
@@ -76,6 +77,8 @@ def standardize(
                 yield event
         if not summary.stopped_early:
             _carry_rejects(request)
+            for message in carry_canaries(request):
+                yield Noticed(message=message)
             summary.stopped_early = not (
                 yield from count_tokens(out, request.identity.target.vocab_size, workers, should_stop)
             )

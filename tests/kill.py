@@ -8,7 +8,7 @@ import subprocess
 import psutil
 
 
-def kill_all(process: subprocess.Popen[bytes]) -> bool:
+def kill_all(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> bool:
     """Kill ``process`` and its children, and wait for them; False where it had ended by itself."""
     running = process.poll() is None
     ranks = psutil.Process(process.pid).children(recursive=True) if running else []

@@ -6,17 +6,20 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eyas.capture.engines.base import Engine, EngineSettings, Generator, Sampling, TargetOutline
+    from eyas.capture.nodes import Workers
 
 ENGINES = ("transformers", "vllm", "sglang")
 GENERATORS = ("transformers",)  # those that can have the target answer
 # They start one worker a GPU themselves: eyas is one process then, and settings.engine_options are for them.
 SERVING_ENGINES = ("vllm", "sglang")
 ONE_COPY_ENGINES = ("vllm",)  # no --dp
+MULTI_NODE_ENGINES = ("vllm",)  # one copy over several nodes, of which the first drives
 
 
 def num_processes(engine: str, *, tp: int, dp: int) -> int:
@@ -36,6 +39,29 @@ def hash_weights(engine: str, *, target: str, revision: str | None) -> str | Non
     load: Any = import_module(f"{__name__}.{engine}.load")
     digest: str | None = load.hash_weights(target, revision)
     return digest
+
+
+def read_nodes(engine: str, settings: EngineSettings) -> tuple[int, int, str, int]:
+    """How many nodes a launch has and which this is, and the address and port of node 0. Raises UsageError."""
+    if engine not in MULTI_NODE_ENGINES:
+        return 1, 0, "", 0
+    load: Any = import_module(f"{__name__}.{engine}.load")
+    nodes: tuple[int, int, str, int] = load.read_nodes(settings.engine_options)
+    return nodes
+
+
+def installed_version(engine: str) -> str:
+    """The version of a serving engine here. Raises TargetError where there is none."""
+    load: Any = import_module(f"{__name__}.{engine}.load")
+    found: str = load.installed_version()
+    return found
+
+
+def run_workers(engine: str, settings: EngineSettings, outline: TargetOutline) -> AbstractContextManager[Workers]:
+    """This node's workers of an engine that another node drives. Raises TargetError or UsageError."""
+    load: Any = import_module(f"{__name__}.{engine}.load")
+    workers: AbstractContextManager[Workers] = load.run_workers(settings, outline)
+    return workers
 
 
 def check_settings(engine: str, outline: TargetOutline, settings: EngineSettings) -> None:

@@ -75,6 +75,7 @@ class Sink:
     worker: str  # rank r writes as f"{worker}-{r}"
     shard_bytes: int
     codec_threads: int
+    metadata: tuple[tuple[str, str], ...] = ()  # of each shard, beside what the engine says of itself
 
     def open(self, rank: int, metadata: dict[str, str]) -> ShardWriter:
         """The shard writer of global rank ``rank``; ``metadata`` (engine, versions, tp, ...) goes into each shard."""
@@ -84,7 +85,7 @@ class Sink:
             worker=f"{self.worker}-{rank}",
             shard_bytes=self.shard_bytes,
             codec_threads=self.codec_threads,
-            metadata=metadata,
+            metadata=metadata | dict(self.metadata),
         )
 
 
@@ -155,6 +156,7 @@ class Work:
     source: SampleSource
     rows: npt.NDArray[np.int64]  # [R] rows of source
     lengths: npt.NDArray[np.int64]  # [R] tokens of each
+    everywhere: bool = False  # each worker captures and writes every row: canaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +212,8 @@ class Engine(Protocol):
     def capture(self, work: Work, sink: Sink, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """Capture ``work``, in an order of the engine's choosing.
 
-        Each sample ends up in exactly one sealed shard or one Rejected event of exactly one rank. ``should_stop`` is
+        Each sample ends up in exactly one sealed shard or one Rejected event of exactly one rank (with
+        ``work.everywhere``, in a shard of every worker, or rejected). ``should_stop`` is
         asked between batches; once true (ranks of one group decide together), what is complete is sealed and the
         iterator ends. The caller may also close the iterator early: nothing more is sealed then.
         """

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from eyas.align.static import check_static
 from eyas.shards import Dataset, open_dataset
 from eyas.shards.sample import Sample
 from eyas.taps.match import match_taps
@@ -141,6 +142,16 @@ def assert_same(world: World, dataset: Path) -> Dataset:
         assert torch.allclose(mine.target_lse[set_], theirs.target_lse[set_], atol=1e-3)
         assert torch.equal(mine.target_top1, theirs.target_top1)
     return ours
+
+
+def assert_canaries(dataset: Path, *, workers: int, builds: int = 1, tp: str) -> None:
+    """Every worker's canary is there, and they are alike."""
+    checked = {finding.check: finding for finding in check_static(dataset).findings}
+    found = checked["canaries"]
+    assert found.status == "ok", found
+    assert f" by {workers} worker" in found.found
+    assert f", {builds} build" in found.found
+    assert f", tp {tp}: " in found.found
 
 
 def _columns(sample: Sample, num_taps: int) -> torch.Tensor:

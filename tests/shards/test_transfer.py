@@ -85,10 +85,10 @@ def files(folder: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
-        if path.is_file() and name != ".lock":
+        if path.is_file() and path.name != ".lock":
             content = path.read_bytes()
             found[name] = content
-            if name.startswith("ledger/"):
+            if path.parent.name == "ledger":
                 lines, torn = parse_ledger(content, path.stem, name)
                 assert not torn
                 found[name] = [replace(line, seconds=0.0, sealed_at=0.0) for line in lines]
@@ -116,9 +116,10 @@ def flip(path: Path) -> None:
 
 
 def standard(folder: Path, tiny: type[Any], num_samples: int = 9) -> Path:
-    """A standard dataset with its token counts."""
+    """A standard dataset with its token counts and canaries."""
     identity = tiny.identity(stage="standard")
     tiny.write(folder, identity, tiny.samples(identity, num_samples))
+    tiny.write(folder / "canaries", identity, tiny.samples(identity, 2, first_seed=100))
     entries = read_ledgers(folder).entries
     counts = np.zeros(100, dtype=np.int64)
     for ids, times in count_targets(folder, entries, 100, workers=1):
@@ -541,10 +542,15 @@ def test_the_hub_gets_shards_and_the_ledger_that_names_them_in_one_commit(
     assert "try 1 of 6" in up.stderr
     assert hub.commits[0] == ["kimi/dataset.json"]
     seen: set[str] = set()
+    canaries = []
     for commit in hub.commits[1:-1]:
+        if commit[0].startswith("kimi/canaries/"):
+            canaries.append([name.removeprefix("kimi/canaries/") for name in commit])
+            continue
         assert commit[-1] == "kimi/ledger/host-0.jsonl"
         seen |= set(commit[:-1])
     assert seen == {f"kimi/shards/{entry.shard}" for entry in read_ledgers(data).entries}
+    assert canaries == [["dataset.json"], ["shards/host-0-000000.safetensors", "ledger/host-0.jsonl"]]
     assert hub.commits[-1] == ["kimi/token_counts.safetensors"]
     down = process("download", url, tmp_path / "back")
     assert down.returncode == 0, down.stderr

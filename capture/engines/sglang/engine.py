@@ -23,6 +23,7 @@ from packaging.version import Version
 
 from eyas.capture.engines.base import EngineSettings, Event, Forwarded, Rejected, Sink, TargetOutline, Work
 from eyas.capture.engines.sglang.link import (
+    EVERY,
     RID_PREFIX,
     Begin,
     Captured,
@@ -94,8 +95,8 @@ class _Request:
     """A sample that SGLang has been given."""
 
     sample: TokenSample
+    num_writers: int  # whose word that they have captured it is still to come
     answered_at: float | None = None
-    captured: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,21 +267,25 @@ class SglangEngine:
             running.hub.send(connection, start)
         requests: dict[str, _Request] = {}
         written = np.zeros(settings.tp, dtype=np.int64)  # tokens that each member was given to write
+        counter = f"capture-{self._num_captures}" + (f"-of-{ranks.rank}" if work.everywhere else "")
         more = True
         abort = True
         try:
             while more or requests:
                 while more and _num_tokens(requests) < BATCHES_AHEAD * running.batch_tokens:
-                    number = ranks.claim(f"capture-{self._num_captures}", should_stop())
+                    number = ranks.claim(counter, should_stop())
                     more = number is not None and number < len(batches)
                     for row in batches[number].rows if more and number is not None else []:
                         sample = work.source[int(row)]
                         if reason := self._refusal(sample):
                             yield Rejected(sample_id=sample.sample_id, reason=reason)
                             continue
-                        member = int(written.argmin())
-                        written[member] += sample.num_tokens
-                        requests[self._submit(sample, member)] = _Request(sample=sample)
+                        if work.everywhere:
+                            member, num_writers = EVERY, settings.tp
+                        else:
+                            member, num_writers = int(written.argmin()), 1
+                            written[member] += sample.num_tokens
+                        requests[self._submit(sample, member)] = _Request(sample=sample, num_writers=num_writers)
                 yield from self._follow(requests)
             abort = False
             running.hub.broadcast(Finish(abort=False))
@@ -298,7 +303,7 @@ class SglangEngine:
             if isinstance(message, Happened):
                 yield message.event
             elif isinstance(message, Captured) and message.rid in requests:
-                requests[message.rid].captured = True
+                requests[message.rid].num_writers -= 1
             elif isinstance(message, _Answered) and message.rid in requests:
                 request = requests[message.rid]
                 request.answered_at = time.monotonic()
@@ -306,7 +311,7 @@ class SglangEngine:
                     del requests[message.rid]
                     running.hub.broadcast(Drop(rid=message.rid))
                     yield Rejected(sample_id=request.sample.sample_id, reason=message.failure)
-        done = {rid: request for rid, request in requests.items() if request.captured and request.answered_at}
+        done = {rid: request for rid, request in requests.items() if not request.num_writers and request.answered_at}
         for rid in done:
             del requests[rid]
         if done:

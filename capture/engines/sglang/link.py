@@ -27,6 +27,7 @@ from eyas.capture.engines.base import Event, Sink
 from eyas.shards.sample import TokenSample
 
 ENVIRONMENT = "EYAS_SGLANG"
+EVERY = -1  # in place of a member: all of them
 RID_PREFIX = "eyas-"  # of the ids of our requests; SGLang's own (warmups, health checks) have others
 
 
@@ -85,7 +86,7 @@ class Begin:
 
     rid: str
     sample: TokenSample
-    member: int | None  # which member writes it; None: all send its tensors to the driver
+    member: int | None  # which member writes it, or EVERY; None: all send its tensors to the driver
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eyas.capture.engines.sglang.link import (
+    EVERY,
     Begin,
     Captured,
     Drop,
@@ -125,7 +126,7 @@ class Worker:
                 )
             request.num_seen += chunk.num_tokens
         statistics = None if head is None else self._statistics(known, final, head)
-        kept = [(chunk, request) for chunk, request in known if request.member in (None, self.member)]
+        kept = [(chunk, request) for chunk, request in known if request.member in (None, EVERY, self.member)]
         if kept:
             rows = [np.arange(chunk.begin, chunk.begin + chunk.num_tokens) for chunk, _ in kept]
             index = torch.from_numpy(np.concatenate(rows)).to(final.device, non_blocking=True)  # [K]

@@ -214,8 +214,9 @@ class TransformersEngine:
                 device=running.device,
             ) as pump,
         ):
+            counter = f"capture-{self._num_captures}" + (f"-of-{ranks.group}" if work.everywhere else "")
             while True:
-                number = ranks.claim(f"capture-{self._num_captures}", should_stop())
+                number = ranks.claim(counter, should_stop())
                 if number is None or number >= len(batches):
                     break
                 yield from self._capture_batch(work, batches[number], written, pump)
@@ -236,7 +237,8 @@ class TransformersEngine:
         waiting = [samples] if samples else []
         while waiting:
             part = waiting.pop()
-            captured, failure = self._try_forward(part, _share(part, written)[ranks.rank_in_group])
+            own = range(len(part)) if work.everywhere else _share(part, written)[ranks.rank_in_group]
+            captured, failure = self._try_forward(part, own)
             if captured is None and len(part) > 1:
                 waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
             elif captured is None:

@@ -6,7 +6,6 @@ workers now and then what they sealed. What is hooked and why is in worker.py.
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections import deque
@@ -24,7 +23,6 @@ from eyas.capture.engines.base import (
     Event,
     Forwarded,
     Rejected,
-    SampleSource,
     Sink,
     TargetOutline,
     Work,
@@ -43,7 +41,7 @@ from eyas.capture.engines.vllm.load import (
     read_outline,
     start,
 )
-from eyas.capture.engines.vllm.worker import RANK, ROW, Facts, Plan
+from eyas.capture.engines.vllm.worker import EVERY, RANK, ROW, Facts, Plan
 from eyas.capture.errors import CaptureFailed, SelfTestError
 from eyas.capture.self_test import Probed, check_taps, check_workers_agree, read_reference, usable_probe
 from eyas.shards.identity import TargetIdentity
@@ -189,7 +187,7 @@ class VllmEngine:
         named = list({sample.sample_id: sample for sample in named}.values())
         self._call("eyas_open", named, None, {})
         for row, sample in enumerate(named):
-            add_request(engine, f"probe-{row}", sample.input_ids.tolist(), {ROW: row, RANK: 0})
+            add_request(engine, f"probe-{row}", sample.input_ids.tolist(), {ROW: row, RANK: EVERY})
         while engine.has_unfinished_requests():
             self._step()
         rejected = [event for event in self._ask("eyas_finish") if isinstance(event, Rejected)]
@@ -215,7 +213,7 @@ class VllmEngine:
             )
         self._call("eyas_open", work.source, sink, self._metadata())
         try:
-            yield from self._feed(work.source, work.rows[fits], should_stop)
+            yield from self._feed(work, work.rows[fits], should_stop)
             yield from self._ask("eyas_finish")
         except CaptureFailed:
             raise  # vLLM is gone, and its workers with what they had not sealed
@@ -224,7 +222,7 @@ class VllmEngine:
             raise
         self._call("eyas_abort")
 
-    def _feed(self, source: SampleSource, rows: Any, should_stop: Callable[[], bool]) -> Iterator[Event]:
+    def _feed(self, work: Work, rows: Any, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """Keep vLLM busy with ``rows``; ends when all are through, or soon after ``should_stop`` is true."""
         engine = self._loaded.engine
         ahead = BATCHES_AHEAD * engine.vllm_config.scheduler_config.max_num_batched_tokens
@@ -236,14 +234,15 @@ class VllmEngine:
         while (waiting or lengths) and not should_stop():
             while waiting and (held < ahead or not lengths) and len(lengths) < MOST_REQUESTS:
                 row = int(waiting.popleft())
-                sample = source[row]
+                sample = work.source[row]
                 if reason := self._refusal(sample):
                     yield Rejected(sample_id=sample.sample_id, reason=reason)
                     continue
-                rank = int(written.argmin())
+                rank = EVERY if work.everywhere else int(written.argmin())
                 name = f"eyas-{row}"
                 add_request(engine, name, sample.input_ids.tolist(), {ROW: row, RANK: rank})
-                written[rank] += sample.num_tokens
+                if not work.everywhere:
+                    written[rank] += sample.num_tokens
                 lengths[name] = sample.num_tokens
                 held += sample.num_tokens
             if not lengths:
@@ -350,7 +349,6 @@ def install(engine: LLMEngine, settings: EngineSettings, outline: TargetOutline)
         dtype=settings.dtype,
         num_layers=outline.num_layers,
         hidden_size=outline.hidden_size,
-        driver=os.getpid(),
     )
     engine.collective_rpc("eyas_install", args=(plan,))
     ids = [n % outline.vocab_size for n in range(LEARNING_TOKENS)]

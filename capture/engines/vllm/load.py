@@ -5,8 +5,10 @@ Names of vLLM's options are those of its command line; what eyas must decide its
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -17,9 +19,19 @@ from eyas.capture.errors import TargetError
 from eyas.taps.errors import UsageError
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from vllm.v1.engine.llm_engine import LLMEngine
 
-__all__ = ["check_options", "hash_weights", "installed_version", "read_outline", "start"]
+__all__ = [
+    "check_options",
+    "hash_weights",
+    "installed_version",
+    "read_nodes",
+    "read_outline",
+    "run_workers",
+    "start",
+]
 
 # Read and run with these. Others are tried: the self-test decides.
 VERSIONS = (">=0.24", "<0.33")
@@ -55,6 +67,8 @@ _REFUSED = {
 }
 
 
+# What vLLM raises where it does not start.
+_DOES_NOT_START = (ValueError, RuntimeError, OSError, NotImplementedError, AssertionError, ImportError, KeyError)
 _SHORT = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",
@@ -91,11 +105,38 @@ def check_options(options: Sequence[str]) -> None:
     given = {option.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for option in options}
     given |= {name for flag, name in _SHORT.items() if flag in options}
     for name in sorted(given):
-        shown = "--" + name.replace("_", "-")
-        if name in _DECIDED:
-            raise UsageError(f"{shown} after --: give eyas capture {_DECIDED[name]} instead")
-        if name in _REFUSED:
-            raise UsageError(f"{shown} after --: not with eyas capture, {_REFUSED[name]}")
+        _refuse(name)
+
+
+def _refuse(name: str) -> None:
+    """Refuse an option of vLLM, by its name, that eyas must decide."""
+    shown = "--" + name.replace("_", "-")
+    if name in _DECIDED:
+        raise UsageError(f"{shown} after --: give eyas capture {_DECIDED[name]} instead")
+    if name in _REFUSED:
+        raise UsageError(f"{shown} after --: not with eyas capture, {_REFUSED[name]}")
+
+
+def read_nodes(options: Sequence[str]) -> tuple[int, int, str, int]:
+    """The number of nodes and this one's, and the address and port of node 0, by vLLM's ``options``.
+
+    Raises UsageError. Does not import vLLM.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nnodes", "-n", type=int, default=1)
+    parser.add_argument("--node-rank", "-r", type=int, default=0)
+    parser.add_argument("--master-addr", default="127.0.0.1")
+    parser.add_argument("--master-port", type=int, default=29501)
+    spelled = [
+        "=".join([name.replace("_", "-"), *value]) if option.startswith("--") else option
+        for option in options
+        for name, *value in [option.split("=", 1)]
+    ]
+    try:
+        given, _ = parser.parse_known_args(spelled)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"after --: {error}") from error
+    return given.nnodes, given.node_rank, given.master_addr, given.master_port
 
 
 def engine_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
@@ -111,13 +152,22 @@ def engine_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
         defaults["max_model_len"] = outline.max_positions + 1
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm", add_help=False, exit_on_error=False))
     try:
+        plain, _ = parser.parse_known_args([])
         given, unknown = parser.parse_known_args(list(settings.engine_options))
     except (Exception, SystemExit) as error:
         raise UsageError(f"{' '.join(settings.engine_options)}: vLLM refuses these options: {error}") from error
     if unknown:
         raise UsageError(f"{' '.join(unknown)}: vLLM has no such option")
+    for name in sorted({*_DECIDED, *_REFUSED}):  # however it was spelled
+        if getattr(given, name, None) != getattr(plain, name, None):
+            _refuse(name)
+    nodes = read_nodes(settings.engine_options)
+    if (given.nnodes, given.node_rank, given.master_addr, given.master_port) != nodes:
+        raise UsageError("--nnodes, --node-rank, --master-addr and --master-port after --: write them out")
     given.model = settings.target  # else vLLM looks its own default model up, which fails with HF_HUB_OFFLINE=1
     arguments = EngineArgs.from_cli_args(given)
+    if arguments.nnodes > 1 and arguments.distributed_executor_backend is None:
+        arguments.distributed_executor_backend = "mp"
     for name, value in defaults.items():
         if getattr(arguments, name) in (None, getattr(EngineArgs, name)):
             setattr(arguments, name, value)
@@ -143,21 +193,13 @@ def start(settings: EngineSettings, outline: TargetOutline) -> LLMEngine:
 
     Raises TargetError where vLLM does not start, UsageError for options that it refuses.
     """
-    # Before vLLM is imported, and inherited by its workers. The engine core runs here, so that its workers are this
-    # process's children and end with it. Model runner V2 keeps the order of a batch's rows to itself.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")  # a full disk queue may hold a forward up
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    set_environment()
     from vllm.v1.engine.llm_engine import LLMEngine
 
     arguments = engine_arguments(settings, outline)
     try:
         engine = LLMEngine.from_engine_args(arguments)
-    except (ValueError, RuntimeError, OSError, NotImplementedError, AssertionError, ImportError, KeyError) as error:
+    except _DOES_NOT_START as error:
         raise TargetError(f"--target {settings.target}: vLLM does not start: {error}") from error
     compilation = engine.vllm_config.compilation_config
     if compilation.mode != 0 or compilation.cudagraph_mode.value != 0:
@@ -167,3 +209,54 @@ def start(settings: EngineSettings, outline: TargetOutline) -> LLMEngine:
             f"compiled model would not call the hooks: leave both out"
         )
     return engine
+
+
+@contextmanager
+def run_workers(settings: EngineSettings, outline: TargetOutline) -> Iterator[HeadlessWorkers]:
+    """This node's part of a vLLM that another node drives, as `vllm serve --headless` runs it; ended with the context.
+
+    Raises TargetError where it does not start, UsageError for options that vLLM refuses.
+    """
+    set_environment()
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    arguments = engine_arguments(settings, outline)
+    try:
+        executor = MultiprocExecutor(arguments.create_engine_config(headless=True), monitor_workers=False)
+    except _DOES_NOT_START as error:
+        raise TargetError(f"--target {settings.target}: vLLM does not start: {error}") from error
+    workers = HeadlessWorkers([handle.proc for handle in executor.workers])
+    try:
+        yield workers
+    finally:
+        workers.end()  # at once: they wait for node 0, and what they had to write is written
+        executor.shutdown()
+
+
+class HeadlessWorkers:
+    """Worker processes of vLLM."""
+
+    def __init__(self, processes: Sequence[BaseProcess]) -> None:
+        self._processes = processes
+
+    def have_failed(self) -> bool:
+        return not all(process.is_alive() for process in self._processes)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def set_environment() -> None:
+    """What vLLM is to find in its environment: before it is imported, and inherited by its workers.
+
+    The engine core runs here, so that its workers are this process's children and end with it. Model runner V2 keeps
+    the order of a batch's rows to itself.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")  # a full disk queue may hold a forward up
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -12,6 +12,7 @@ which a prefill of thousands of tokens hardly feels.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import platform
 import signal
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from eyas.shards.writer import ShardWriter
 
 ROW, RANK = "eyas_row", "eyas_rank"  # of a request's extra_args: its row of the samples, and the worker that writes it
+EVERY = -1  # in place of that worker: all of them write it
 SECONDS_BETWEEN_POLLS = 0.2
 
 
@@ -49,7 +51,6 @@ class Plan:
     dtype: str
     num_layers: int
     hidden_size: int
-    driver: int  # process id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,6 @@ class _Capture:
         self._plan = plan
         self._rank = int(worker.rank)
         self._source: SampleSource | None = None
-        self._collects = False
         self._writer: ShardWriter | Collector | None = None
         self._pump: Pump | None = None
         self._pieces: dict[str, tuple[TokenSample, bool]] = {}  # by request: its sample, and whether it is our own
@@ -146,8 +146,7 @@ class _Capture:
             locate(self._runner.get_model(), plan.num_layers), wanted, schedule=self._schedule, take=self._take
         )
         self._hooks.learn()
-        if os.getpid() != plan.driver:
-            _follow(plan.driver)
+        _follow_parent()
 
     def facts(self) -> Facts:
         import torch
@@ -171,8 +170,7 @@ class _Capture:
 
         self.abort()
         self._source = source
-        self._collects = sink is None
-        self._writer = Collector() if sink is None else sink.open(self._rank, metadata)
+        self._writer = Collector() if sink is None else sink.open(self._rank, {**metadata, "host": platform.node()})
         self._pump = Pump(
             self._writer,
             taps=self._plan.taps,
@@ -244,7 +242,7 @@ class _Capture:
         extra = parameters.extra_args if parameters is not None else None
         if not extra or ROW not in extra or self._source is None:
             return None
-        known = self._source[extra[ROW]], self._collects or extra[RANK] == self._rank
+        known = self._source[extra[ROW]], extra[RANK] in (EVERY, self._rank)
         self._pieces[request_id] = known
         return known
 
@@ -257,18 +255,19 @@ class _Capture:
             self._error = error
 
 
-def _follow(driver: int) -> None:
-    """End this worker at once when the driver is gone: nothing may be written that nobody waits for.
+def _follow_parent() -> None:
+    """End this worker at once when the process that started it is gone: nothing may be written that nobody waits for.
 
     Its own process group, so that a terminal's Ctrl-C reaches the driver alone, which then has the workers seal.
     """
+    parent = multiprocessing.parent_process()
+    if parent is None:  # the driver itself, or started by something that watches it
+        return
     with contextlib.suppress(PermissionError):  # it leads a session: no terminal signals it
         os.setpgid(0, 0)
-    if os.getppid() != driver:  # started by something in between, which vLLM's own watching covers
-        return
 
     def watch() -> None:
-        while os.getppid() == driver:
+        while os.getppid() == parent.pid:
             time.sleep(SECONDS_BETWEEN_POLLS)
         os.kill(os.getpid(), signal.SIGKILL)
 

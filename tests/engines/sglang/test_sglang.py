@@ -15,7 +15,7 @@ import pytest
 
 from eyas.shards import open_dataset
 from eyas.shards.rejects import read_rejects
-from tests.engines.world import World, assert_same, capture, capture_command
+from tests.engines.world import World, assert_canaries, assert_same, capture, capture_command
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -63,6 +63,7 @@ def test_the_dataset_is_transformers(worlds: Worlds, tmp_path: Path, name: str, 
             for sample_id in shard.sample_ids:
                 tokens[int(shard.path.name.split("-")[1])] += dataset.sample(sample_id).num_tokens
         assert min(tokens.values()) > 0.4 * sum(tokens.values())
+        assert_canaries(tmp_path / "out", workers=2, tp="2")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ def test_a_kill_loses_and_doubles_nothing_tp2(
     result = capture(world, out, *sglang(world, *options))  # with another tensor-parallel size, too
     assert result.returncode == 0, result.stderr
     assert len(assert_same(world, out).shards) > before
+    assert_canaries(out, workers=2, tp="1, 2")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -148,8 +150,9 @@ def test_a_signal_seals_what_is_complete(worlds: Worlds, tmp_path: Path, number:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
     assert not open_dataset(out).problems
-    assert capture(world, out, *options).returncode == 0
+    assert capture(world, out, "--taps", world.some_taps).returncode == 0  # transformers goes on
     assert_same(world, out)
+    assert_canaries(out, workers=1, builds=2, tp="1")
 
 
 def _started(world: World, out: Path, *options: object) -> subprocess.Popen[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ import psutil
 import pytest
 
 from eyas.shards import open_dataset
-from tests.engines.world import World, assert_same, capture, capture_command
+from tests.engines.world import World, assert_canaries, assert_same, capture, capture_command
+from tests.kill import kill_all
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -62,6 +64,30 @@ def test_workers_of_a_tensor_parallel_target_share_the_writing(worlds: Worlds, t
         for sample_id in shard.sample_ids:
             tokens[int(shard.path.name.split("-")[1])] += dataset.sample(sample_id).num_tokens
     assert min(tokens.values()) > 0.4 * sum(tokens.values())
+    assert_canaries(tmp_path / "out", workers=2, tp="2")
+
+
+def test_a_target_over_two_nodes(worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, out = worlds("llama"), tmp_path / "out"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1] - 1
+    nodes = []
+    for rank in (1, 0):
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", str(rank))
+        options = ("--engine", "vllm", "--tp", 2, "--taps", world.some_taps, "--batch-tokens", 64)
+        place = ("--", "--nnodes", 2, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port)
+        nodes.append(subprocess.Popen(capture_command(world, out, *options, *place), stderr=subprocess.PIPE, text=True))
+    try:
+        errors = [node.communicate(timeout=280)[1] for node in reversed(nodes)]
+    finally:
+        for node in nodes:
+            kill_all(node)
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    assert "node 0 ended with exit status 0" in errors[1]
+    assert {path.name.split("-")[1] for path in (out / "shards").iterdir()} == {"0", "1"}
+    assert_same(world, out)
+    assert_canaries(out, workers=2, tp="2")
 
 
 def test_a_kernel_that_is_wrong_is_refused(worlds: Worlds, tmp_path: Path) -> None:
@@ -104,6 +130,7 @@ def test_a_kill_loses_and_doubles_nothing(worlds: Worlds, tmp_path: Path, victim
     result = capture(world, out, *options)  # with another tensor-parallel size, too
     assert result.returncode == 0, result.stderr
     assert len(assert_same(world, out).shards) > before
+    assert_canaries(out, workers=2, tp="1, 2")
 
 
 def test_a_signal_seals_what_is_complete(worlds: Worlds, tmp_path: Path) -> None:
@@ -115,8 +142,9 @@ def test_a_signal_seals_what_is_complete(worlds: Worlds, tmp_path: Path) -> None
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
     assert not open_dataset(out).problems
-    assert capture(world, out, *options).returncode == 0
+    assert capture(world, out, "--taps", world.some_taps).returncode == 0  # transformers goes on
     assert_same(world, out)
+    assert_canaries(out, workers=1, builds=2, tp="1")
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
