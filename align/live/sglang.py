@@ -55,7 +55,7 @@ class LiveSglang:
                 f"SGLang answered hidden states of {list(fed.shape)} for {sample.num_tokens} tokens of width {width}: "
                 f"not one row of whole taps for each token"
             )
-        return LiveStates(slots=fed.split(width, dim=1), taps=probed.columns)
+        return LiveStates(slots=fed.view(len(fed), -1, width).unbind(1), taps=probed.columns)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def open_live(settings: EngineSettings, outline: TargetOutline, draft: Path) -> 
         "speculative_algorithm": "EAGLE3",
         "return_aux_hidden_state_layer_ids": ids,
     }
-    with SglangEngine(settings, serving=serving) as engine:
+    with SglangEngine(settings, from_layers=True, serving=serving) as engine:
         yield LiveSglang(engine, settings, ids)
 
 

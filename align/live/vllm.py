@@ -54,7 +54,8 @@ class LiveVllm:
                 f"whole taps for each token"
             )
         return LiveStates(
-            slots=fed.split(width, dim=1), taps=dict(zip(self._settings.taps, features.unbind(1), strict=True))
+            slots=fed.view(len(fed), -1, width).unbind(1),
+            taps=dict(zip(self._settings.taps, features.unbind(1), strict=True)),
         )
 
     def _run(self, ids: list[int]) -> None:

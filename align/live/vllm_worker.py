@@ -57,9 +57,7 @@ class _Live:
             dtype=getattr(torch, dtype),
             hidden_size=hidden_size,
         )
-        hooks = StepHooks(
-            locate(runner.get_model(), num_layers), wanted, schedule=self._schedule, take=self._take_taps
-        )
+        hooks = StepHooks(locate(runner.get_model(), num_layers), wanted, schedule=self._schedule, take=self._take_taps)
         hooks.learn()
         proposer = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
         draft = getattr(proposer, "model", None)

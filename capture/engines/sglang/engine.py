@@ -112,10 +112,18 @@ class _AuxCapture:
 class SglangEngine:
     """Engine ``sglang`` (capture/engines/base.py says what an engine is)."""
 
-    def __init__(self, settings: EngineSettings, *, serving: Mapping[str, Any] | None = None) -> None:
-        """serving: fields of SGLang's ServerArgs that make its EAGLE-3 capture a draft's; what it is told there and
-        what it gives is then its own, and every after:j comes from the layers (``serve``)."""
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        from_layers: bool = False,
+        serving: Mapping[str, Any] | None = None,
+    ) -> None:
+        """from_layers: every after:j is taken between the layers, whatever layer ids SGLang has for this target.
+        serving: fields of SGLang's ServerArgs by which it captures for a draft and answers with that (``serve``);
+        needs from_layers."""
         self._settings = settings
+        self._from_layers = from_layers
         self._serving = serving
         self._running: _Running | None = None
         self._num_requests = 0
@@ -128,7 +136,7 @@ class SglangEngine:
 
         settings, outline = self._settings, self._outline
         _check_place(outline, settings)
-        if self._serving is None:
+        if not self._from_layers:
             aux = _aux_capture(outline, settings, installed_version())
         else:
             aux = _AuxCapture(taps=(), ids=(), unread="")
@@ -148,7 +156,7 @@ class SglangEngine:
                 aux_taps=tuple(map(str, aux.taps)),
                 aux_ids=aux.ids,
                 target_statistics=settings.target_statistics,
-                from_layers=self._serving is not None,
+                from_layers=self._from_layers,
             )
             environment = {
                 **place.to_environment(),
@@ -226,6 +234,11 @@ class SglangEngine:
         )
 
     @property
+    def label(self) -> str:
+        """System and version."""
+        return f"sglang {installed_version()}"
+
+    @property
     def max_positions(self) -> int:
         """The longest sample, in tokens, that SGLang takes: by the target's positions and by its own memory."""
         longest = self._loaded.server.max_tokens
@@ -239,7 +252,7 @@ class SglangEngine:
         """
         settings, outline = self._settings, self._outline
         samples = usable_probe(probe, replace(outline, max_positions=self.max_positions))
-        captured = self._capture_probe(samples)
+        captured = self.probe(samples)
         check_workers_agree("SGLang", settings.dtype, captured)
         reference, why_not = read_reference(settings, outline, samples)
         if reference is not None:
@@ -370,7 +383,7 @@ class SglangEngine:
             )
         return None
 
-    def _capture_probe(self, samples: Sequence[TokenSample]) -> list[list[Probed]]:
+    def probe(self, samples: Sequence[TokenSample]) -> list[list[Probed]]:
         """What every worker captures of ``samples``: per member, sample by sample."""
         running, settings = self._loaded, self._settings
         rids = [self._submit(sample, None) for sample in samples]
@@ -392,6 +405,8 @@ class SglangEngine:
         num_workers = 0
         while answer is None or num_workers < self._settings.tp:
             for _, message in _arrived(running.hub, running.server):
+                if getattr(message, "rid", rid) != rid:
+                    continue
                 if isinstance(message, Tested):
                     num_workers += 1
                     if message.member == 0:
@@ -430,6 +445,11 @@ def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
     """Refuse what can be refused without starting SGLang. Raises TargetError, TapError or UsageError."""
     _check_place(outline, settings)
     _aux_capture(outline, settings, installed_version())
+
+
+def create_prober(settings: EngineSettings) -> SglangEngine:
+    """For ``probe`` alone: taps need no layer ids of SGLang's."""
+    return SglangEngine(settings, from_layers=True)
 
 
 def _check_place(outline: TargetOutline, settings: EngineSettings) -> None:

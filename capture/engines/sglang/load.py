@@ -119,9 +119,7 @@ def check_options(options: Sequence[str]) -> None:
             raise UsageError(f"{shown} after --: not with eyas capture, {why}")
 
 
-def server_arguments(
-    settings: EngineSettings, outline: TargetOutline, serving: Mapping[str, Any] | None = None
-) -> Any:
+def server_arguments(settings: EngineSettings, outline: TargetOutline, serving: Mapping[str, Any] | None = None) -> Any:
     """SGLang's ServerArgs for ``settings``, with the fields in ``serving`` as they are given there.
 
     Raises UsageError for options that SGLang does not know or refuses.

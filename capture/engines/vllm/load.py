@@ -267,6 +267,7 @@ def set_environment(*, any_runner: bool = False) -> None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout carries the result
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")  # a full disk queue may hold a forward up
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
