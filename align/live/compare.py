@@ -107,7 +107,7 @@ class _Ran:
         return Finding(
             check="live engine",
             status="ok",
-            found=f"{self.label} ran {len(self._samples)} samples of up to {longest} tokens in {settings.dtype}: "
+            found=f"{self.label} ran {len(self._samples)} samples of up to {longest} tokens in {settings.dtype}. "
             f"{self._path}",
         )
 

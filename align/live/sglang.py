@@ -33,10 +33,10 @@ class LiveSglang:
         self._settings = settings
         self.release = installed_version()
         self.label = f"sglang {self.release}"
-        read = f"ids {ids}" if ids is not None else "no ids, so the target's default"
+        read = f"layer ids {ids}" if ids is not None else "no layer ids, so the target's default"
         self.path = (
-            f"read the draft's config as when it serves ({read}); --enable-return-aux-hidden-states "
-            f"--speculative-algorithm EAGLE3; what it answers as hidden states. The draft itself did not run"
+            f"It read the draft's config as it does to serve it ({read}), and captured these layers by "
+            f"--enable-return-aux-hidden-states; the slots are what it answered. The draft itself did not run."
         )
 
     @property

@@ -29,9 +29,9 @@ class LiveVllm:
         self._num_requests = 0
         self.release = installed_version()
         self.label = f"vllm {self.release}, model runner {runner}"
-        self.path = "speculative_config method eagle3; what its proposer gives the draft's fc"
+        self.path = "It served the draft (method eagle3); the slots are what its proposer gave the draft's fc."
         if not has_weights:
-            self.path += "; the draft has no weights, so random ones were loaded (they do not change what it is fed)"
+            self.path += " The draft's folder has no weights: random ones were loaded, which change nothing here."
 
     @property
     def max_tokens(self) -> int:
