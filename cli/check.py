@@ -11,6 +11,7 @@ import click
 from eyas.capture.engines import SERVING_ENGINES
 
 if TYPE_CHECKING:
+    from eyas.align.engine import Engine
     from eyas.align.verdict import Finding, Report
     from eyas.capture.engines.base import EngineSettings
 
@@ -120,14 +121,17 @@ def _checked(options: dict[str, Any]) -> Report:
     from eyas.align.engine import parse_engine
     from eyas.align.static import check_static
     from eyas.align.verdict import Report, merge
+    from eyas.capture.engines import installed_version
     from eyas.taps.errors import UsageError
     from eyas.train.run import init_folder
 
     dataset, draft, target, live = options["dataset"], options["draft"], options["target"], options["engine_live"]
     if dataset is None:
         raise UsageError("give DATASET, or --identify DIR for files that are none")
-    if live is not None and (draft is None or target is None):
-        raise UsageError(f"--engine-live {live} loads the target and the draft: give --target and --draft")
+    if live is not None:
+        if draft is None or target is None:
+            raise UsageError(f"--engine-live {live} loads the target and the draft: give --target and --draft")
+        installed_version(live)
     for name, value in (("--replay", options["num_replayed"]), ("--replay-in", options["replay_in"])):
         if value and target is None:
             raise UsageError(f"{name} {value} runs the target: give --target")
@@ -149,20 +153,25 @@ def _checked(options: dict[str, Any]) -> Report:
     return merge(reports)
 
 
-def _replay_engine(options: dict[str, Any], engine: Any) -> tuple[str, str]:
-    """What runs the replay, and why."""
+def _replay_engine(options: dict[str, Any], engine: Engine | None) -> tuple[str, str]:
+    """What runs the replay, and why, where that is worth saying. Raises TargetError where it is not installed."""
+    from packaging.version import Version
+
     from eyas.capture.engines import installed_version
     from eyas.capture.errors import TargetError
 
+    if options["replay_in"] == _TRANSFORMERS:
+        return _TRANSFORMERS, ""
     if options["replay_in"] is not None:
-        return options["replay_in"], "as --replay-in says" if options["replay_in"] != _TRANSFORMERS else ""
+        installed_version(options["replay_in"])
+        return options["replay_in"], "as --replay-in says"
     if options["num_replayed"] is None or engine is None or engine.system not in SERVING_ENGINES:
         return _TRANSFORMERS, ""
     try:
         installed = installed_version(engine.system)
     except TargetError:
         return _TRANSFORMERS, f"{engine.system} is not installed here"
-    if engine.version is not None and str(engine.version) != installed:
+    if engine.version is not None and engine.version.public != Version(installed).public:
         return _TRANSFORMERS, f"{engine.system} {installed} is installed here, and not {engine.version}"
     return engine.system, "which will serve (--engine)"
 

@@ -89,7 +89,11 @@ def _ids_as_served(settings: EngineSettings, outline: TargetOutline, draft: Path
     from sglang.srt.runtime_context import create_context, use_context
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    asked = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft), "context_length": None}
+    asked = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(draft.absolute()),
+        "context_length": None,
+    }
     arguments = server_arguments(settings, outline, asked)
     try:
         with use_context(create_context(arguments, role="scheduler")):

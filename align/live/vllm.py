@@ -71,7 +71,7 @@ def open_live(settings: EngineSettings, outline: TargetOutline, draft: Path) -> 
     installed_version()
     check_options(settings.engine_options)
     has_weights = any(draft.glob("*.safetensors")) or any(draft.glob("*.bin"))
-    speculative: dict[str, Any] = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 1}
+    speculative: dict[str, Any] = {"method": "eagle3", "model": str(draft.absolute()), "num_speculative_tokens": 1}
     if not has_weights:
         speculative["draft_load_config"] = {"load_format": "dummy"}
     engine = start(settings, outline, draft=speculative, worker_extension=WORKER_EXTENSION)
