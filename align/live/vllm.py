@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eyas.align.live import LiveEngine, LiveStates
+from eyas.align.live import CannotFeed, LiveEngine, LiveStates
 from eyas.capture.engines.base import EngineSettings, TargetOutline
 from eyas.capture.engines.vllm.engine import LEARNING_TOKENS, add_request
 from eyas.capture.engines.vllm.load import check_options, installed_version, start
 from eyas.capture.errors import TargetError
 from eyas.shards.sample import TokenSample
+from eyas.taps.errors import EyasError
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -61,8 +62,14 @@ class LiveVllm:
     def _run(self, ids: list[int]) -> None:
         self._num_requests += 1
         add_request(self._engine, f"live-{self._num_requests}", ids, {})
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
+        try:
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+        except EyasError:
+            raise
+        except Exception as error:
+            # Layer ids that it never reaches give fewer slots than the draft's fc has inputs for, and so on.
+            raise CannotFeed(f"it fails on a prompt: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
