@@ -91,7 +91,9 @@ def replay(
     )
     if refused := _wrong_shape(replayed, source, samples):
         return Replay(findings=refused, taps=unknown)
-    window = None if replayed.length_changes_states else max_tokens
+    # Engines pick such factors once, by the longest sequence they take.
+    whole = isinstance(replayed, ReplayTarget) and replayed.length_changes_states
+    window = None if whole else max_tokens
     longest = sorted(range(len(samples)), key=lambda n: -min(samples[n].num_tokens, max_tokens))
     # Where a router's flips make some samples much noisier than others, the noise of a few says little.
     num_probes = None if replayed.has_routers else NOISE_SAMPLES

@@ -115,7 +115,7 @@ def checked(world: World, dataset: Path, *options: object, script: tuple[object,
     """Exit status and findings of `eyas check`; ``script`` runs it in place of the command itself."""
     start = [sys.executable, *(script or ("-m", "eyas.cli.main")), "check", dataset, "--target", world.target, "--json"]
     result = subprocess.run(
-        [str(word) for word in [*start, *options]], capture_output=True, text=True, timeout=280, check=False
+        [str(word) for word in [*start, *options]], capture_output=True, text=True, timeout=500, check=False
     )
     assert result.stdout, result.stderr
     return result.returncode, json.loads(result.stdout)["findings"]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines.world import World, capture, checked, write_draft
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 Worlds = Callable[[str], World]
 TAPS = {"llama": "after:1,after:2,after:5", "qwen3_moe": "after:0,after:1,after:2"}
