@@ -12,7 +12,7 @@ from eyas.taps.notation import EMBED, FINAL, Tap, format_taps
 
 if TYPE_CHECKING:
     from eyas.align.defects.kinds import Defect, Diagnosis, Examination
-    from eyas.align.forward import ReplayTarget
+    from eyas.align.forward import Replayed
     from eyas.align.noise import Noise
 
 # Per kind of defect: what follows, and how to mend it.
@@ -110,7 +110,7 @@ _NO_WHOLE_TAP = ("partial sum", "part of a layer", "normed", "other tokens")
 
 
 def examination_findings(
-    target: ReplayTarget, slots: Sequence[Slot], samples: Sequence[StoredSample], found: Examination, noise: Noise
+    target: Replayed, slots: Sequence[Slot], samples: Sequence[StoredSample], found: Examination, noise: Noise
 ) -> list[Finding]:
     """The findings about every slot, then about the weights."""
     findings: list[Finding] = []
@@ -121,7 +121,7 @@ def examination_findings(
     return findings
 
 
-def _weights_finding(target: ReplayTarget, found: Examination, noise: Noise) -> list[Finding]:
+def _weights_finding(target: Replayed, found: Examination, noise: Noise) -> list[Finding]:
     """Where no deviation is left to explain: how large a change of weights would have been seen. Whether there is a
     smaller one, states cannot tell; the weights' checksum can."""
     compared = sorted({d.tap for d in found.diagnoses if d.explained and d.tap is not None})
@@ -164,7 +164,7 @@ def _majority(diagnoses: Sequence[Diagnosis]) -> int | None:
 
 
 def _tap_findings(
-    target: ReplayTarget, slots: Sequence[Slot], samples: Sequence[StoredSample], found: Examination, noise: Noise
+    target: Replayed, slots: Sequence[Slot], samples: Sequence[StoredSample], found: Examination, noise: Noise
 ) -> list[Finding]:
     """One finding a slot that matches, and one for all slots of the same samples whose tap is another than declared
     (where nothing is declared: than most samples')."""
@@ -239,7 +239,7 @@ def _distances(diagnoses: Sequence[Diagnosis], index: int, noise: Noise) -> str:
 
 
 def _relation(
-    pretended: Sequence[Tap | None], actual: Sequence[Tap | None], wrong: Sequence[int], target: ReplayTarget
+    pretended: Sequence[Tap | None], actual: Sequence[Tap | None], wrong: Sequence[int], target: Replayed
 ) -> tuple[str, str]:
     """The name of how the taps of slots ``wrong`` differ from what they pretend to be, and what follows."""
     order = {tap: n for n, tap in enumerate(target.all_taps)}
@@ -296,7 +296,7 @@ def _tap_mend(slots: Sequence[Slot], actual: Sequence[Tap | None], *, whole: boo
 
 
 def _defect_findings(
-    target: ReplayTarget,
+    target: Replayed,
     slots: Sequence[Slot],
     samples: Sequence[StoredSample],
     actual: Sequence[int | None],
@@ -350,9 +350,7 @@ def _key(defect: Defect) -> str:
     return "" if defect.kind not in ("partial sum", "part of a layer", "normed") else defect.text
 
 
-def _expected(
-    kind: str, slots: Sequence[Slot], concerned: Sequence[Diagnosis], target: ReplayTarget, noise: Noise
-) -> str:
+def _expected(kind: str, slots: Sequence[Slot], concerned: Sequence[Diagnosis], target: Replayed, noise: Noise) -> str:
     if kind in _DEVIATIONS:
         indices = sorted({d.tap for d in concerned if d.tap is not None})
         if indices:

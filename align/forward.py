@@ -43,29 +43,13 @@ class LayerPieces:
     children: dict[str, Tensor] = field(default_factory=dict)  # child module's name -> its output
 
 
-class ReplayTarget:
-    """A loaded target, replayed sample by sample. float32 where that fits the device, else the checkpoint's dtype."""
+class Replayed:
+    """A target that gives all taps of a sample; what else it can do is ReplayTarget's."""
 
-    def __init__(
-        self, target: str, *, revision: str | None = None, trust_remote_code: bool = False, device: str = "auto"
-    ) -> None:
-        """Load ``target``, a folder or a name on the hub. Raises TargetError."""
-        import torch
+    name: str
+    outline: TargetOutline
 
-        self.name = target
-        self.outline: TargetOutline = read_outline(target, revision=revision, trust_remote_code=trust_remote_code)
-        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        self.device = torch.device(chosen)
-        self.dtype = _replay_dtype(target, self.outline, self.device)
-        settings = EngineSettings(
-            target=target,
-            taps=(FINAL,),
-            dtype=self.dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        )
-        self.model: Any = load_model(settings, self.outline, device=self.device, quiet=True)
-        self.stack: TextStack = locate(self.model, self.outline)
+    def __init__(self) -> None:
         self._kept: dict[bytes, Tensor] = {}
 
     @property
@@ -108,11 +92,6 @@ class ReplayTarget:
         kinds = [rope.get("rope_type"), *(part.get("rope_type") for part in rope.values() if isinstance(part, dict))]
         return any(kind in ("longrope", "dynamic") for kind in kinds)
 
-    @cached_property
-    def head(self) -> Head:
-        """From the final tap to logits."""
-        return find_head(self.model, self.stack, self.outline)[0]
-
     def taps(self, ids: Tensor) -> Tensor:
         """All taps of one sample, int [T] ids -> [L+2, T, H] in the replay's dtype on its device.
 
@@ -127,6 +106,41 @@ class ReplayTarget:
                     break
                 kept_bytes -= self._kept.pop(old).nbytes
         return self._kept[key]
+
+    def run(self, ids: Tensor) -> Tensor:
+        """One forward: int [T] ids -> [L+2, T, H]."""
+        raise NotImplementedError
+
+
+class ReplayTarget(Replayed):
+    """A loaded target, replayed sample by sample. float32 where that fits the device, else the checkpoint's dtype."""
+
+    def __init__(
+        self, target: str, *, revision: str | None = None, trust_remote_code: bool = False, device: str = "auto"
+    ) -> None:
+        """Load ``target``, a folder or a name on the hub. Raises TargetError."""
+        import torch
+
+        super().__init__()
+        self.name = target
+        self.outline: TargetOutline = read_outline(target, revision=revision, trust_remote_code=trust_remote_code)
+        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self.device = torch.device(chosen)
+        self.dtype = _replay_dtype(target, self.outline, self.device)
+        settings = EngineSettings(
+            target=target,
+            taps=(FINAL,),
+            dtype=self.dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        self.model: Any = load_model(settings, self.outline, device=self.device, quiet=True)
+        self.stack: TextStack = locate(self.model, self.outline)
+
+    @cached_property
+    def head(self) -> Head:
+        """From the final tap to logits."""
+        return find_head(self.model, self.stack, self.outline)[0]
 
     def run(self, ids: Tensor, *, change: Change | None = None, rounding: str | None = None, seed: int = 0) -> Tensor:
         """One forward: int [T] ids -> [L+2, T, H].

@@ -28,12 +28,14 @@ from eyas.align.logits import agree
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eyas.align.forward import ReplayTarget
+    from eyas.align.forward import Replayed, ReplayTarget
 
 EXPLAINED = 1.75
 EXCLUDED = 4.0
 STRAY_ERROR = 0.5  # of a row that cannot be the row it should be
 NOISE_SAMPLES = 2
+ENGINES_APART = 0.05  # relative L2 of a token's state, between two engines that run one target in 16 bits
+STRAYS_OF_ROUTERS = 0.02  # share of tokens that one engine's routers send elsewhere than another's
 _TF32_SHARE = 1 / 8
 
 
@@ -59,7 +61,7 @@ def median_error(errors: Tensor, rows: Tensor | None = None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Per index of ReplayTarget.all_taps, relative."""
+    """Per index of Replayed.all_taps, relative."""
 
     level: tuple[float, ...]
     tail: tuple[float, ...]  # that 95 % of tokens stay within
@@ -82,6 +84,33 @@ def rounding_errors(target: ReplayTarget, ids: Tensor, dtype: str, seed: int) ->
     plain one, [L+2, T]."""
     noisy = target.run(ids, rounding="float16" if dtype == "float16" else "bfloat16", seed=seed)
     return noisy, row_errors(noisy, target.taps(ids))
+
+
+def assumed_noise(target: Replayed, samples: Sequence[Tensor], dtype: str) -> Noise:
+    """Noise where the target cannot be run with other roundings, in a serving engine: the same band for every tap.
+
+    Engines in 16 bits are 1 to 5 % apart per token, so that much is explained; but nothing is that is half as far as
+    the nearest other tap, which deep in a large target may be close. samples: ids, int [T] each.
+    """
+    import torch
+
+    nearest = torch.full((target.num_layers + 2,), torch.inf)
+    for ids in samples:
+        stack = target.taps(ids)  # [L+2, T, H]
+        for index in range(len(stack)):
+            for other in {max(index - 1, 0), min(index + 1, len(stack) - 1)} - {index}:
+                distance = median_error(row_errors(stack[other], stack[index]))
+                nearest[index] = min(float(nearest[index]), distance)
+    level = [min(ENGINES_APART, 0.5 * float(distance)) / EXPLAINED for distance in nearest]
+    strays = STRAYS_OF_ROUTERS if target.has_routers else 0.0
+    return Noise(
+        level=tuple(level),
+        tail=tuple(2 * x for x in level),
+        strays=(strays,) * len(level),
+        top1=1.0,
+        lse=1.0,
+        share=_TF32_SHARE if dtype == "float32" else 1.0,
+    )
 
 
 def measure_noise(target: ReplayTarget, samples: Sequence[Tensor], dtype: str) -> Noise:

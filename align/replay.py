@@ -16,7 +16,7 @@ from eyas.align.verdict import Finding
 
 if TYPE_CHECKING:
     from eyas.align.defects.kinds import Examination
-    from eyas.align.forward import ReplayTarget
+    from eyas.align.forward import Replayed
     from eyas.align.stored import Source, StoredSample
     from eyas.taps.notation import Tap
 
@@ -35,7 +35,7 @@ class Replay:
 
 def replay_report(
     source: Source,
-    target: str | ReplayTarget,
+    target: str | Replayed,
     *,
     num_samples: int = NUM_SAMPLES,
     max_tokens: int = MAX_TOKENS,
@@ -57,7 +57,7 @@ def replay_report(
 
 def replay(
     source: Source,
-    target: str | ReplayTarget,
+    target: str | Replayed,
     *,
     num_samples: int = NUM_SAMPLES,
     max_tokens: int = MAX_TOKENS,
@@ -76,7 +76,7 @@ def replay(
     from eyas.align.findings import examination_findings
     from eyas.align.forward import ReplayTarget
     from eyas.align.logits import statistics_findings
-    from eyas.align.noise import NOISE_SAMPLES, measure_noise
+    from eyas.align.noise import NOISE_SAMPLES, assumed_noise, measure_noise
     from eyas.capture.engines.transformers.load import hash_weights
 
     samples = source.pick(num_samples)
@@ -84,17 +84,24 @@ def replay(
     if not samples:
         finding = Finding(check="replay", status="unknown", found="no sample of at least 4 tokens to replay")
         return Replay(findings=[finding], taps=unknown)
-    replayed = target
-    if isinstance(replayed, str):
-        replayed = ReplayTarget(replayed, revision=revision, trust_remote_code=trust_remote_code, device=device)
+    replayed = (
+        ReplayTarget(target, revision=revision, trust_remote_code=trust_remote_code, device=device)
+        if isinstance(target, str)
+        else target
+    )
     if refused := _wrong_shape(replayed, source, samples):
         return Replay(findings=refused, taps=unknown)
-    window = None if replayed.length_changes_states else max_tokens
+    # Engines pick such factors once, by the longest sequence they take.
+    whole = isinstance(replayed, ReplayTarget) and replayed.length_changes_states
+    window = None if whole else max_tokens
     longest = sorted(range(len(samples)), key=lambda n: -min(samples[n].num_tokens, max_tokens))
     # Where a router's flips make some samples much noisier than others, the noise of a few says little.
     num_probes = None if replayed.has_routers else NOISE_SAMPLES
     probes = [samples[n].input_ids[:window] for n in longest[:num_probes]]
-    noise = measure_noise(replayed, probes, source.compute_dtype)
+    if isinstance(replayed, ReplayTarget):
+        noise = measure_noise(replayed, probes, source.compute_dtype)
+    else:
+        noise = assumed_noise(replayed, probes, source.compute_dtype)
     evidence = Evidence(
         replayed,
         source.slots,
@@ -109,20 +116,24 @@ def replay(
     return Replay(
         findings=[
             *examination_findings(replayed, source.slots, samples, examination, noise),
-            *statistics_findings(replayed, source.slots, samples, window, noise),
+            *(
+                statistics_findings(replayed, source.slots, samples, window, noise)
+                if isinstance(replayed, ReplayTarget)
+                else ()
+            ),
         ],
         taps=tuple(_certain_tap(replayed, examination, slot, len(samples)) for slot in range(len(source.slots))),
     )
 
 
-def _certain_tap(target: ReplayTarget, examination: Examination, slot: int, num_samples: int) -> Tap | None:
+def _certain_tap(target: Replayed, examination: Examination, slot: int, num_samples: int) -> Tap | None:
     taps = [d.tap if d.explained else None for d in examination.of_slot(slot)]
     tap = taps[0] if len(taps) == num_samples and len(set(taps)) == 1 else None
     return None if tap is None else target.all_taps[tap]
 
 
 def replay_dataset(
-    dataset: Path, target: str, *, num_samples: int = NUM_SAMPLES, trust_remote_code: bool = False
+    dataset: Path, target: str | Replayed, *, num_samples: int = NUM_SAMPLES, trust_remote_code: bool = False
 ) -> list[Finding]:
     """replay_report of an eyas dataset. Raises EyasError for what is no dataset, and for a target that does not load;
     samples that cannot be read are a finding."""
@@ -138,7 +149,7 @@ def replay_dataset(
         return [Finding(check="replay", status="unknown", found=f"samples cannot be read: {error}")]
 
 
-def _wrong_shape(target: ReplayTarget, source: Source, samples: Sequence[StoredSample]) -> list[Finding]:
+def _wrong_shape(target: Replayed, source: Source, samples: Sequence[StoredSample]) -> list[Finding]:
     """What cannot be compared at all."""
     widths = sorted({slot.shape[1] for sample in samples for slot in sample.slots})
     findings = []

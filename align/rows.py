@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eyas.align.forward import ReplayTarget
+    from eyas.align.forward import Replayed
     from eyas.align.noise import Noise
 
 MAX_SEARCHED_ROWS = 128
@@ -27,7 +27,7 @@ MIN_SHARE = 0.7  # of the searched rows must be found, for one pattern to explai
 class Found:
     """Where the searched rows were found, at one tap. Vectors of length R, over the searched rows."""
 
-    tap: int  # index of ReplayTarget.all_taps
+    tap: int  # index of Replayed.all_taps
     rows: Tensor  # int64, which stored rows were searched
     sample: Tensor  # int64, index of the replayed sample that row's states belong to; -1 where not found
     token: Tensor  # int64, which token of that sample
@@ -76,7 +76,7 @@ class Found:
 
 
 def search_rows(
-    target: ReplayTarget,
+    target: Replayed,
     stored: Tensor,
     alive: Tensor,
     own: int,

@@ -116,8 +116,8 @@ def check_taps(engine: str, dtype: str, captured: Sequence[Probed], reference: R
     """
     for tap in captured[0].columns:
         # match_taps leaves out row 0 of what it is given: of the other samples row 0 is cut off here.
-        column = _after_first([sample.columns[tap] for sample in captured])
-        states = [_after_first([sample[t] for sample in reference.states]) for t in range(len(reference.taps))]
+        column = join_samples([sample.columns[tap] for sample in captured])
+        states = [join_samples([sample[t] for sample in reference.states]) for t in range(len(reference.taps))]
         match = match_taps(column, states, reference.taps)
         if match.num_tokens == 0:
             raise SelfTestError(
@@ -147,8 +147,8 @@ def check_workers_agree(engine: str, dtype: str, captured: Sequence[Sequence[Pro
     first, *others = captured
     for rank, other in enumerate(others, start=1):
         for tap in first[0].columns:
-            theirs = _after_first([sample.columns[tap] for sample in other]).float()  # [N, H]
-            ours = _after_first([sample.columns[tap] for sample in first]).float()  # [N, H]
+            theirs = join_samples([sample.columns[tap] for sample in other]).float()  # [N, H]
+            ours = join_samples([sample.columns[tap] for sample in first]).float()  # [N, H]
             differs = (theirs - ours).norm(dim=-1) / ours.norm(dim=-1)  # [N]
             error = float(differs.nanmedian())
             if not error <= RANK_TOLERANCES[dtype]:
@@ -179,7 +179,7 @@ def _check_lse(engine: str, dtype: str, captured: Sequence[Probed], reference: R
         )
 
 
-def _after_first(parts: Sequence[Tensor]) -> Tensor:
+def join_samples(parts: Sequence[Tensor]) -> Tensor:
     """[T, H] of several samples back to back, row 0 of all but the first one left out."""
     import torch
 

@@ -11,7 +11,7 @@ from eyas.align.verdict import Finding
 from eyas.taps.conventions.entry import look_up
 from eyas.taps.notation import Tap, format_taps
 
-_FED = (
+FED = (
     "the draft gets other tensors from the engine than it is trained on: it loads and runs without an error, and few "
     "of its tokens are accepted"
 )
@@ -59,7 +59,7 @@ def check_taps(subject: Subject) -> list[Finding]:
             status="mismatch" if certain else "unknown",
             found=shown,
             expected=f"{format_taps(captured)}, which were captured",
-            consequence=f"{consequence}\n{_FED}" if certain else f"{consequence}\nin the others it is right",
+            consequence=f"{consequence}\n{FED}" if certain else f"{consequence}\nin the others it is right",
             mend=_mend(subject, engine),
             source=cite,
         )

@@ -9,6 +9,7 @@ from eyas.align.defects.agreement import follow_recognized
 from eyas.align.defects.context import find_drift
 from eyas.align.defects.evidence import Evidence
 from eyas.align.defects.kinds import Defect, Diagnosis, Examination
+from eyas.align.forward import ReplayTarget
 from eyas.align.weights import MIN_COSINE, QUIET_COSINE, Projection, project, smallest_change
 from eyas.taps.match import MAX_ERROR, MIN_MARGIN
 
@@ -35,7 +36,7 @@ def judge_weights(ev: Evidence, found: list[Diagnosis]) -> Examination:
     quiet = max(typical.values(), default=0.0) <= 1.0
     projections: list[Projection] = []
     # Where nothing proves the weights, a quantization may hide in what looks like rounding.
-    if near and not (quiet and ev.proven):
+    if near and not (quiet and ev.proven) and isinstance(ev.target, ReplayTarget):
         chosen = sorted({d.sample for d in near})[: 1 if quiet else 2]
         stored = [
             (ev.ids[a], {d.tap: ev.rows(a, d.slot) for d in near if d.sample == a and d.tap is not None})
@@ -54,7 +55,7 @@ def _unseen(ev: Evidence, found: Sequence[Diagnosis]) -> float | None:
     """The change of weights that would stay within rounding, where nothing but rounding was found and nothing proves
     the weights."""
     deepest = max((d.tap for d in found if d.tap is not None), default=0)
-    if ev.proven or not all(d.explained for d in found):
+    if ev.proven or not all(d.explained for d in found) or not isinstance(ev.target, ReplayTarget):
         return None
     sample = max((d.sample for d in found), key=lambda sample: len(ev.ids[sample]))
     return smallest_change(ev.target, ev.ids[sample], deepest, ev.explained(deepest))

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from eyas.align.defects.kinds import Diagnosis
+from eyas.align.forward import Replayed, ReplayTarget
 from eyas.align.noise import Noise, measure_noise, rounding_errors, row_errors
 from eyas.align.rows import MIN_SHARE, Found, search_rows
 from eyas.align.stored import Slot, StoredSample
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from eyas.align.forward import ReplayTarget
 
 _OWN_NOISE_RUNS = 3
 _MAX_AROUND = 24  # further samples that are replayed to find rows in
@@ -27,7 +26,7 @@ class Evidence:
 
     def __init__(
         self,
-        target: ReplayTarget,
+        target: Replayed,
         slots: Sequence[Slot],
         samples: Sequence[StoredSample],
         noise: Noise,
@@ -87,6 +86,8 @@ class Evidence:
 
     def noise_of(self, sample: int) -> Noise:
         """The noise of one sample, where that of the few it was measured on may be too small for it."""
+        if not isinstance(self.target, ReplayTarget):
+            return self.noise
         if sample not in self.own_noise:
             self.own_noise[sample] = measure_noise(
                 self.target, [self.ids[sample]] * _OWN_NOISE_RUNS, self.compute_dtype
@@ -97,6 +98,7 @@ class Evidence:
         """How far rounding throws each token of one sample, the farthest of ``num_runs`` runs: float32 [L+2, T]."""
         import torch
 
+        assert isinstance(self.target, ReplayTarget)
         runs = self._token_noise.setdefault(sample, [])
         for seed in range(len(runs), num_runs):
             errors = rounding_errors(self.target, self.ids[sample], self.compute_dtype, seed)[1]

@@ -33,7 +33,7 @@ class Defect:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """One slot of one sample. ``tap`` is the index in ReplayTarget.all_taps of what it is, None where it is none."""
+    """One slot of one sample. ``tap`` is the index in Replayed.all_taps of what it is, None where it is none."""
 
     slot: int
     sample: int

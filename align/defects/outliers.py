@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from eyas.align.defects.evidence import Evidence
 from eyas.align.defects.kinds import Defect, Diagnosis, name_rows
+from eyas.align.forward import ReplayTarget
 from eyas.align.noise import EXCLUDED, STRAY_ERROR
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ def find_outliers(ev: Evidence, d: Diagnosis, found: Sequence[Diagnosis]) -> Dia
     """``d`` with its damaged rows; ``d`` itself where every row is within what rounding does to its token."""
     assert d.tap is not None
     errors = ev.errors(d, d.tap)
-    if ev.target.has_routers:
-        rows = errors > max(EXCLUDED * ev.noise.level[d.tap], _LEAST_ERROR)
+    if ev.target.has_routers or not isinstance(ev.target, ReplayTarget):
+        least = _LEAST_ERROR if isinstance(ev.target, ReplayTarget) else STRAY_ERROR
+        rows = errors > max(EXCLUDED * ev.noise.level[d.tap], least)
         rows &= _altered_later(ev, d, found)
     else:
         rows = _beyond_rounding(ev, d, errors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from eyas.align.defects.evidence import Evidence
 from eyas.align.defects.kinds import Defect, Diagnosis, Kind, as_tap, settled
 from eyas.align.defects.strays import deviating
+from eyas.align.forward import ReplayTarget
 from eyas.align.noise import median_error
 from eyas.align.pieces import explain_by_pieces
 
@@ -12,7 +13,7 @@ from eyas.align.pieces import explain_by_pieces
 def find_pieces(ev: Evidence, slot: int, found: list[Diagnosis]) -> list[Diagnosis]:
     """Parts of layers, on all unexplained samples of a slot together; of ragged ones, on the rows that deviate."""
     open_ = [d for d in found if d.slot == slot and (d.ragged or not settled(d))]
-    if not open_:
+    if not open_ or not isinstance(ev.target, ReplayTarget):
         return found
     stored, nearest = [], []
     for d in open_:

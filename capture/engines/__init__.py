@@ -11,7 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eyas.capture.engines.base import Engine, EngineSettings, Generator, Sampling, TargetOutline
+    from eyas.capture.engines.base import (
+        Engine,
+        EngineSettings,
+        Generator,
+        Prober,
+        Sampling,
+        TargetOutline,
+    )
     from eyas.capture.nodes import Workers
 
 ENGINES = ("transformers", "vllm", "sglang")
@@ -72,6 +79,12 @@ def check_settings(engine: str, outline: TargetOutline, settings: EngineSettings
 def create_engine(engine: str, settings: EngineSettings) -> Engine:
     """The engine, ready to be entered (which loads the target)."""
     created: Engine = import_module(f"{__name__}.{engine}.engine").create_engine(settings)
+    return created
+
+
+def create_prober(engine: str, settings: EngineSettings) -> Prober:
+    """One of SERVING_ENGINES, ready to be entered, that can be told to capture any tap of any target it runs."""
+    created: Prober = import_module(f"{__name__}.{engine}.engine").create_prober(settings)
     return created
 
 

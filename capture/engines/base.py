@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from eyas.shards.sample import TokenSample
 from eyas.shards.writer import ShardWriter
 from eyas.taps.errors import EyasError, UsageError
 from eyas.taps.notation import Tap
+
+if TYPE_CHECKING:
+    from eyas.capture.self_test import Probed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +186,28 @@ class Rejected:
 
 
 Event = Forwarded | Sealed | Rejected
+
+
+class Prober(Protocol):
+    """A serving engine that captures samples for this process to look at. Used as a context manager."""
+
+    def __enter__(self) -> Prober: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    @property
+    def label(self) -> str:
+        """System and version, e.g. ``vllm 0.32.0``."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sample, in tokens."""
+        ...
+
+    def probe(self, samples: Sequence[TokenSample]) -> list[list[Probed]]:
+        """What every worker captures of ``samples``: per worker, sample by sample."""
+        ...
 
 
 class Engine(Protocol):

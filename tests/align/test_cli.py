@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from eyas.cli.main import main
+from eyas.taps.notation import after
 from tests.align.made import draft_config, draft_tensors, make_dataset, make_draft, make_identity
-from tests.tiny import make_target
+from tests.align.states import build_target, make_world, store
+from tests.tiny import add_tokenizer, make_target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -85,13 +89,38 @@ def test_wrong_usage(kimi: Path, options: list[str], status: int, words: str) ->
     assert words in result.output
 
 
-def test_engine_live_says_what_helps_until_it_comes(tmp_path: Path, kimi: Path) -> None:
-    result = run(
-        "check", kimi, "--draft", draft(tmp_path / "d", [3, 31, 59]), "--target", kimi, "--engine-live", "sglang"
-    )
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("option", ["--engine-live", "--replay-in"])
+def test_without_the_engine_the_extra_is_named(
+    tmp_path: Path, kimi: Path, monkeypatch: pytest.MonkeyPatch, engine: str, option: str
+) -> None:
+    _uninstall(monkeypatch)
+    result = run("check", kimi, "--draft", draft(tmp_path / "d", [3, 31, 59]), "--target", kimi, option, engine)
+    assert result.exit_code == 1
+    assert f"pip install 'eyas[{engine}]'" in result.output
+
+
+def test_a_replay_says_where_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--engine is what will serve: a replay runs in it where it can, and else in transformers."""
+    _uninstall(monkeypatch)
+    target = add_tokenizer(build_target(tmp_path / "target", "LlamaForCausalLM"))
+    dataset = store(tmp_path / "dataset", make_world(target, "float32", lengths=(24,)), (after(0), after(2)))
+    result = run("check", dataset, "--target", target, "--engine", "vllm", "--replay", 1)
+    assert "ran in transformers: vllm is not installed here" in result.output
+    monkeypatch.setattr("eyas.capture.engines.vllm.load.installed_version", lambda: "0.31.0")
+    result = run("check", dataset, "--target", target, "--engine", "vllm@0.32.0", "--replay", 1)
+    assert "ran in transformers: vllm 0.31.0 is installed here, and not 0.32.0" in result.output
+    result = run("check", dataset, "--target", target, "--engine", "vllm@0.32.0", "--replay", 1, "--", "--tp", 2)
     assert result.exit_code == 2
-    assert "this release of eyas runs no serving engine" in result.output
-    assert "--engine sglang@VERSION" in result.output
+    assert "no serving engine is started" in result.output
+
+
+def _uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("eyas.capture.engines.vllm.load.version", missing)
+    monkeypatch.setattr("eyas.capture.engines.sglang.load.version", missing)
 
 
 @pytest.mark.parametrize(

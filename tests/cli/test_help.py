@@ -31,7 +31,8 @@ OPTIONS = {
     "standardize": """--codec --convention --describe --draft-vocab-size --dry-run --dtype --format --from
         --from-config --json --last-hidden --layers --max-disk --max-rejects --prepared --shard-size --taps --target
         --trust-remote-code --workers""",
-    "check": "--draft --engine --engine-live --identify --json --replay --strict --target --trust-remote-code",
+    "check": """--draft --engine --engine-live --identify --json --replay --replay-in --strict --target --tp
+        --trust-remote-code""",
     "train": """--accumulate --batch-tokens --clip --compile --device --dp --draft-hidden-size --draft-layers
         --draft-vocab-size --dry-run --dtype --epochs --fc-norm --init-from --json --keep --learning-rate --loss
         --max-runtime --max-steps --no-compile --noise --norm-before-fc --norm-before-residual --norm-output

@@ -111,6 +111,28 @@ def capture(world: World, out: Path, *options: object) -> subprocess.CompletedPr
     )
 
 
+def checked(world: World, dataset: Path, *options: object, script: tuple[object, ...] = ()) -> tuple[int, list[Any]]:
+    """Exit status and findings of `eyas check`; ``script`` runs it in place of the command itself."""
+    start = [sys.executable, *(script or ("-m", "eyas.cli.main")), "check", dataset, "--target", world.target, "--json"]
+    result = subprocess.run(
+        [str(word) for word in [*start, *options]], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert result.stdout, result.stderr
+    return result.returncode, json.loads(result.stdout)["findings"]
+
+
+def write_draft(dataset: Path, out: Path, engine: str, target: Path) -> Path:
+    """The config of a draft that ``engine`` feeds the dataset's taps; no weights."""
+    from click.testing import CliRunner
+
+    from eyas.cli.main import main
+
+    arguments = ["export", dataset, out, "--engine", engine, "--target", target]
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return out
+
+
 def assert_same(world: World, dataset: Path) -> Dataset:
     """``dataset`` holds every sample once, each column being the tap it is called, as transformers has it."""
     ours, reference = open_dataset(dataset), open_dataset(world.reference)

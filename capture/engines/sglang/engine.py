@@ -10,7 +10,7 @@ import os
 import platform
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -88,6 +88,7 @@ class _Answered:
 
     rid: str
     failure: str  # empty where it is not one
+    hidden_states: Any = None  # as SGLang answers them, where it was asked for them
 
 
 @dataclass(kw_only=True)
@@ -111,8 +112,19 @@ class _AuxCapture:
 class SglangEngine:
     """Engine ``sglang`` (capture/engines/base.py says what an engine is)."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        from_layers: bool = False,
+        serving: Mapping[str, Any] | None = None,
+    ) -> None:
+        """from_layers: every after:j is taken between the layers, whatever layer ids SGLang has for this target.
+        serving: fields of SGLang's ServerArgs by which it captures for a draft and answers with that (``serve``);
+        needs from_layers."""
         self._settings = settings
+        self._from_layers = from_layers
+        self._serving = serving
         self._running: _Running | None = None
         self._num_requests = 0
         self._num_captures = 0
@@ -123,8 +135,11 @@ class SglangEngine:
         import torch
 
         settings, outline = self._settings, self._outline
-        check_settings(outline, settings)
-        aux = _aux_capture(outline, settings, installed_version())
+        _check_place(outline, settings)
+        if not self._from_layers:
+            aux = _aux_capture(outline, settings, installed_version())
+        else:
+            aux = _AuxCapture(taps=(), ids=(), unread="")
         with ExitStack() as stack:
             hub = Hub()
             stack.callback(hub.close)
@@ -141,13 +156,14 @@ class SglangEngine:
                 aux_taps=tuple(map(str, aux.taps)),
                 aux_ids=aux.ids,
                 target_statistics=settings.target_statistics,
+                from_layers=self._from_layers,
             )
             environment = {
                 **place.to_environment(),
                 MODEL_PACKAGE_VARIABLE: MODEL_PACKAGE,
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             }
-            arguments = server_arguments(settings, outline)
+            arguments = server_arguments(settings, outline, self._serving)
             ranks = Ranks(1, torch.device("cpu"))
             stack.push(lambda kind, *_: ranks.leave(failed=kind is not None))
             server = stack.enter_context(Server(arguments, environment))
@@ -218,6 +234,11 @@ class SglangEngine:
         )
 
     @property
+    def label(self) -> str:
+        """System and version."""
+        return f"sglang {installed_version()}"
+
+    @property
     def max_positions(self) -> int:
         """The longest sample, in tokens, that SGLang takes: by the target's positions and by its own memory."""
         longest = self._loaded.server.max_tokens
@@ -231,7 +252,7 @@ class SglangEngine:
         """
         settings, outline = self._settings, self._outline
         samples = usable_probe(probe, replace(outline, max_positions=self.max_positions))
-        captured = self._capture_probe(samples)
+        captured = self.probe(samples)
         check_workers_agree("SGLang", settings.dtype, captured)
         reference, why_not = read_reference(settings, outline, samples)
         if reference is not None:
@@ -343,9 +364,13 @@ class SglangEngine:
         running.hub.broadcast(Begin(rid=rid, sample=sample, member=member))
 
         def answered(future: Future[dict[str, Any]]) -> None:
-            running.hub.inbox.put((-1, _Answered(rid=rid, failure=_failure(future))))
+            failure = _failure(future)
+            states = None if failure else future.result()["meta_info"].get("hidden_states")
+            running.hub.inbox.put((-1, _Answered(rid=rid, failure=failure, hidden_states=states)))
 
-        running.server.generate(rid, sample.input_ids).add_done_callback(answered)
+        serves = self._serving is not None
+        future = running.server.generate(rid, sample.input_ids, return_hidden_states=serves)
+        future.add_done_callback(answered)
         return rid
 
     def _refusal(self, sample: TokenSample) -> str | None:
@@ -358,7 +383,7 @@ class SglangEngine:
             )
         return None
 
-    def _capture_probe(self, samples: Sequence[TokenSample]) -> list[list[Probed]]:
+    def probe(self, samples: Sequence[TokenSample]) -> list[list[Probed]]:
         """What every worker captures of ``samples``: per member, sample by sample."""
         running, settings = self._loaded, self._settings
         rids = [self._submit(sample, None) for sample in samples]
@@ -366,13 +391,32 @@ class SglangEngine:
         while len(found) < settings.tp * len(rids):
             for _, message in _arrived(running.hub, running.server):
                 if isinstance(message, Tested):
-                    found[message.member, message.rid] = Probed(
-                        columns={parse_tap(tap): from_array(column) for tap, column in message.columns.items()},
-                        target_lse=None if message.target_lse is None else from_array(message.target_lse),
-                    )
+                    found[message.member, message.rid] = _probed(message)
                 elif isinstance(message, _Answered) and message.failure:
                     raise SelfTestError(f"SGLang fails on a sample of the self-test: {message.failure}")
         return [[found[member, rid] for rid in rids] for member in range(settings.tp)]
+
+    def serve(self, sample: TokenSample) -> tuple[Probed, Any]:
+        """What the first worker captures of ``sample``, and the hidden states that SGLang answers it with."""
+        running = self._loaded
+        rid = self._submit(sample, None)
+        probed: Probed | None = None
+        answer: _Answered | None = None
+        num_workers = 0
+        while answer is None or num_workers < self._settings.tp:
+            for _, message in _arrived(running.hub, running.server):
+                if getattr(message, "rid", rid) != rid:
+                    continue
+                if isinstance(message, Tested):
+                    num_workers += 1
+                    if message.member == 0:
+                        probed = _probed(message)
+                elif isinstance(message, _Answered):
+                    answer = message
+                    if answer.failure:
+                        raise TargetError(f"SGLang fails on a sample of {sample.num_tokens} tokens: {answer.failure}")
+        assert probed is not None
+        return probed, answer.hidden_states
 
     def _metadata(self) -> dict[str, str]:
         """What made a shard, for its header: what may differ between workers of one dataset."""
@@ -399,6 +443,16 @@ class SglangEngine:
 
 def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
     """Refuse what can be refused without starting SGLang. Raises TargetError, TapError or UsageError."""
+    _check_place(outline, settings)
+    _aux_capture(outline, settings, installed_version())
+
+
+def create_prober(settings: EngineSettings) -> SglangEngine:
+    """For ``probe`` alone: taps need no layer ids of SGLang's."""
+    return SglangEngine(settings, from_layers=True)
+
+
+def _check_place(outline: TargetOutline, settings: EngineSettings) -> None:
     validate_taps(settings.taps, outline.num_layers)
     check_options(settings.engine_options)
     if os.environ.get(MODEL_PACKAGE_VARIABLE, MODEL_PACKAGE) != MODEL_PACKAGE:
@@ -406,7 +460,6 @@ def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
             f"{MODEL_PACKAGE_VARIABLE} is {os.environ[MODEL_PACKAGE_VARIABLE]}: eyas' own package has to stand there; "
             f"unset it"
         )
-    _aux_capture(outline, settings, installed_version())
 
 
 def create_engine(settings: EngineSettings) -> SglangEngine:
@@ -432,6 +485,13 @@ def _aux_capture(outline: TargetOutline, settings: EngineSettings, release: str)
         return _AuxCapture(taps=taps, ids=ids_for(f"sglang@{release}", taps, facts), unread=unread)
     except ConventionError as error:
         raise TargetError(f"--engine sglang: {error}") from error
+
+
+def _probed(message: Tested) -> Probed:
+    return Probed(
+        columns={parse_tap(tap): from_array(column) for tap, column in message.columns.items()},
+        target_lse=None if message.target_lse is None else from_array(message.target_lse),
+    )
 
 
 def _arrived(hub: Hub, server: Server) -> Iterator[tuple[int, Any]]:

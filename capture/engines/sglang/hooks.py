@@ -9,6 +9,10 @@ it is served: ``after:j`` comes from there. What it has no id for is taken where
     after:{L-1}   the second output of the final norm, which adds the residual before it normalizes
     final         what the model gives its logits processor
 
+Where that capture is itself what is looked at (the live check), its layer ids must not decide which tensor is which
+tap. ``after:j`` is then what layer ``j+1`` captures before it runs, as it would if SGLang's model had asked it to; in
+models whose layers cannot be asked, the sum of what layer ``j`` gives.
+
 All are gathered in one place, a hook on the logits processor, which is given ``final``, the captured tensors and the
 batch: ``extend_seq_lens_cpu`` rows of request ``rids[n]`` back to back, from its token ``extend_prefix_lens_cpu[n]``
 on, then padding.
@@ -19,7 +23,7 @@ Shapes: N rows of a forward, H hidden_size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eyas.capture.engines.sglang.link import RID_PREFIX, Place
@@ -56,6 +60,7 @@ class _Hooks:
             self._wanted.append(parse_tap(place.last_hidden))
         self._seen: dict[int, tuple[Any, Any]] = {}  # module's id -> its first argument and its output
         self._embed: Tensor | None = None
+        self._between: dict[Tap, Tensor] = {}
         self._head: PartialHead | None = None
 
         processor = _logits_processor(model)
@@ -69,6 +74,9 @@ class _Hooks:
                     f"{', '.join(place.aux_taps)}: capture with --engine transformers or vllm"
                 )
             setter(list(place.aux_ids))
+        if place.from_layers:
+            for j in range(place.num_layers - 1):
+                self._capture_between(after(j), layers[j], layers[j + 1])
         if EMBED in self._wanted:
             layers[0].register_forward_pre_hook(self._keep_embed, with_kwargs=True)
         if self._last in self._wanted:
@@ -85,6 +93,30 @@ class _Hooks:
         # The residual add of the layer's own norm writes into it: copied before the layer runs.
         self._embed = _first_rows([*args, *kwargs.values()], self._place.hidden_size).clone()
 
+    def _capture_between(self, tap: Tap, layer: Module, following: Module) -> None:
+        def keep(hidden: Tensor) -> None:
+            self._between[tap] = hidden.clone()
+
+        # SGLang 0.5.23: a callable (models/llama.py and others), or a collector (models/qwen2_moe.py, deepseek_v2.py).
+        for name in ("capture_output", "captured_last_layer_outputs"):
+            if name in inspect.signature(following.forward).parameters:
+
+                def ask(
+                    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name
+                ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                    asked = kwargs.get(name)
+                    both = _Both(keep, asked if name == "capture_output" else getattr(asked, "capture", None))
+                    return args, {**kwargs, name: both}
+
+                following.register_forward_pre_hook(ask, with_kwargs=True)
+                return
+
+        def add(module: Module, args: tuple[Any, ...], output: Any) -> None:
+            hidden, residual = output[:2] if isinstance(output, tuple) else (output, None)
+            keep(hidden if residual is None else hidden + residual)
+
+        layer.register_forward_hook(add)
+
     def _keep_output(self, module: Module, args: tuple[Any, ...], output: Any) -> None:
         self._seen[id(module)] = (args[0] if args else None, output)
 
@@ -94,7 +126,7 @@ class _Hooks:
         except EyasError as error:
             self._worker.fail(error)
         finally:
-            self._seen, self._embed = {}, None
+            self._seen, self._embed, self._between = {}, None, {}
 
     def _capture(self, module: Module, given: dict[str, Any]) -> None:
         batch, final = given["logits_metadata"], given["hidden_states"]
@@ -126,8 +158,8 @@ class _Hooks:
         import torch
 
         width = self._place.hidden_size
-        parts: Sequence[Tensor] = [] if aux is None else list(aux)
-        if isinstance(aux, torch.Tensor):  # one packed [N, A*H]
+        parts: Sequence[Tensor] = [] if aux is None or self._place.from_layers else list(aux)
+        if isinstance(aux, torch.Tensor) and not self._place.from_layers:  # one packed [N, A*H]
             parts = aux.split(width, dim=-1)  # type: ignore[no-untyped-call]
         if len(parts) != len(self._place.aux_taps):
             raise TargetError(
@@ -137,6 +169,7 @@ class _Hooks:
         have: dict[Tap, Tensor | None] = {
             parse_tap(tap): part for tap, part in zip(self._place.aux_taps, parts, strict=True)
         }
+        have |= self._between
         have[FINAL] = final
         have[EMBED] = self._embed
         if self._last in self._wanted:
@@ -161,6 +194,21 @@ class _Hooks:
             if first is final or getattr(first, "data_ptr", int)() == final.data_ptr():
                 return output[1] if isinstance(output, tuple) else given  # type: ignore[no-any-return]
         return None
+
+
+class _Both:
+    """What a layer of SGLang hands a captured tensor to: our own, and who had asked for it, if anybody had."""
+
+    def __init__(self, keep: Callable[[Tensor], None], asked: Callable[..., None] | None) -> None:
+        self._keep = keep
+        self._asked = asked
+
+    def __call__(self, hidden: Tensor, **how: Any) -> None:
+        self._keep(hidden)
+        if self._asked is not None:
+            self._asked(hidden, **how)
+
+    capture = __call__
 
 
 def _logits_processor(model: Any) -> Any:

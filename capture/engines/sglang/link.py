@@ -47,6 +47,8 @@ class Place:
     aux_taps: tuple[str, ...]  # those that SGLang's own EAGLE-3 capture gives, ascending
     aux_ids: tuple[int, ...]  # how SGLang names them for this model
     target_statistics: bool
+    # SGLang's own capture is what is looked at: every after:j is then the sum of a layer's outputs instead.
+    from_layers: bool = False
 
     def to_environment(self) -> dict[str, str]:
         return {ENVIRONMENT: json.dumps(asdict(self))}

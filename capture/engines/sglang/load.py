@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -119,8 +119,11 @@ def check_options(options: Sequence[str]) -> None:
             raise UsageError(f"{shown} after --: not with eyas capture, {why}")
 
 
-def server_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
-    """SGLang's ServerArgs for ``settings``. Raises UsageError for options that SGLang does not know or refuses."""
+def server_arguments(settings: EngineSettings, outline: TargetOutline, serving: Mapping[str, Any] | None = None) -> Any:
+    """SGLang's ServerArgs for ``settings``, with the fields in ``serving`` as they are given there.
+
+    Raises UsageError for options that SGLang does not know or refuses.
+    """
     import torch
     from sglang.srt.server_args import ServerArgs
 
@@ -146,6 +149,7 @@ def server_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
     if outline.max_positions is not None:
         likely["context_length"] = outline.max_positions + EXTRA_POSITIONS
     wanted |= {name: value for name, value in likely.items() if given[name] == defaults[name]}
+    wanted |= serving or {}
     fields = inspect.signature(ServerArgs).parameters
     try:
         return ServerArgs(**{name: value for name, value in {**given, **wanted}.items() if name in fields})

@@ -62,13 +62,16 @@ class Server:
         engine, _ = self._engine.result()
         return int(engine.tokenizer_manager.max_req_input_len) - 1
 
-    def generate(self, rid: str, input_ids: npt.NDArray[np.int32]) -> Future[dict[str, Any]]:
+    def generate(
+        self, rid: str, input_ids: npt.NDArray[np.int32], *, return_hidden_states: bool = False
+    ) -> Future[dict[str, Any]]:
         """Have the target read ``input_ids`` [T]; the result is SGLang's own."""
         engine, loop = self._engine.result()
         request = engine.async_generate(
             input_ids=input_ids.tolist(),
             sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
             rid=rid,
+            return_hidden_states=return_hidden_states,
         )
         return asyncio.run_coroutine_threadsafe(request, loop)
 

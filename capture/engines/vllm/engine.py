@@ -140,6 +140,11 @@ class VllmEngine:
         )
 
     @property
+    def label(self) -> str:
+        """System and version."""
+        return f"vllm {installed_version()}"
+
+    @property
     def max_positions(self) -> int | None:
         """The longest sample, in tokens, that vLLM takes."""
         return int(self._loaded.engine.vllm_config.model_config.max_model_len) - 1
@@ -156,7 +161,7 @@ class VllmEngine:
         facts = running.facts
         if settings.target_statistics and facts.head_error:
             raise SelfTestError(facts.head_error)
-        captured = self._capture_probe(samples)
+        captured = self.probe(samples)
         check_workers_agree("vLLM", settings.dtype, captured)
         reference, why_not = read_reference(settings, self._outline, samples)
         if reference is not None:
@@ -176,8 +181,8 @@ class VllmEngine:
             )
         self._self_test = f"final norm; not compared with transformers: {why_not}"
 
-    def _capture_probe(self, samples: Sequence[TokenSample]) -> list[list[Probed]]:
-        """What every worker captured of ``samples``, in their order."""
+    def probe(self, samples: Sequence[TokenSample]) -> list[list[Probed]]:
+        """What every worker captures of ``samples``: per worker, sample by sample. Raises SelfTestError."""
         engine, settings = self._loaded.engine, self._settings
         # Ids of their own: the samples were cut.
         named = [
@@ -322,6 +327,11 @@ def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
 
 def create_engine(settings: EngineSettings) -> VllmEngine:
     """The engine that ``settings`` describe."""
+    return VllmEngine(settings)
+
+
+def create_prober(settings: EngineSettings) -> VllmEngine:
+    """The same, for ``probe`` alone."""
     return VllmEngine(settings)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -188,15 +188,24 @@ def engine_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
     return arguments
 
 
-def start(settings: EngineSettings, outline: TargetOutline) -> LLMEngine:
+def start(
+    settings: EngineSettings,
+    outline: TargetOutline,
+    *,
+    draft: Mapping[str, Any] | None = None,
+    worker_extension: str = WORKER_EXTENSION,
+) -> LLMEngine:
     """vLLM with the target loaded: in this process, with workers of its own where ``settings.tp`` is above 1.
 
+    draft: vLLM's speculative_config, for a target that is run as it is served.
     Raises TargetError where vLLM does not start, UsageError for options that it refuses.
     """
-    set_environment()
+    set_environment(any_runner=draft is not None)
     from vllm.v1.engine.llm_engine import LLMEngine
 
     arguments = engine_arguments(settings, outline)
+    arguments.worker_extension_cls = worker_extension
+    arguments.speculative_config = None if draft is None else dict(draft)
     try:
         engine = LLMEngine.from_engine_args(arguments)
     except _DOES_NOT_START as error:
@@ -247,16 +256,18 @@ class HeadlessWorkers:
             process.kill()
 
 
-def set_environment() -> None:
+def set_environment(*, any_runner: bool = False) -> None:
     """What vLLM is to find in its environment: before it is imported, and inherited by its workers.
 
     The engine core runs here, so that its workers are this process's children and end with it. Model runner V2 keeps
-    the order of a batch's rows to itself.
+    the order of a batch's rows to itself; with any_runner vLLM takes the one it would serve with.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if not any_runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout carries the result
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")  # a full disk queue may hold a forward up
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -46,7 +46,19 @@ def leave_parts() -> None:
     worker.Worker.take = wrong  # type: ignore[method-assign]
 
 
-FAULTS = {"layers": shift_layers, "rows": shift_rows, "parts": leave_parts}
+def shift_aux_layers() -> None:
+    """SGLang itself: what it gives a draft is taken one layer late."""
+    right = hooks.attach
+
+    def wrong(model: Any, place: Any) -> None:
+        right(model, place)
+        tell = model.set_eagle3_layers_to_capture
+        model.set_eagle3_layers_to_capture = lambda ids: tell([layer_id + 1 for layer_id in ids])
+
+    hooks.attach = wrong
+
+
+FAULTS = {"aux": shift_aux_layers, "layers": shift_layers, "rows": shift_rows, "parts": leave_parts}
 FAULTS[os.environ["EYAS_TEST_FAULT"]]()
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run ``eyas ARGUMENTS`` with a fault in the vLLM engine: `off_by_one.py layer|row ARGUMENTS`."""
+"""Run ``eyas ARGUMENTS`` with a fault in the vLLM engine: `off_by_one.py layer|row|aux ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ def shift_rows() -> None:
     worker._Capture._schedule = wrong  # type: ignore[method-assign]
 
 
+def shift_aux_layers() -> None:
+    """vLLM itself: what it gives a draft is taken one layer late."""
+    from vllm.model_executor.models.interfaces import SupportsEagle3
+
+    right = SupportsEagle3.set_aux_hidden_state_layers
+
+    def wrong(self: Any, layers: tuple[int, ...]) -> None:
+        right(self, tuple(layer + 1 for layer in layers))
+
+    SupportsEagle3.set_aux_hidden_state_layers = wrong
+
+
 if __name__ == "__main__":
-    {"layer": shift_layers, "row": shift_rows}[sys.argv[1]]()
+    {"layer": shift_layers, "row": shift_rows, "aux": shift_aux_layers}[sys.argv[1]]()
     main(sys.argv[2:])
