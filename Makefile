@@ -22,7 +22,11 @@ test: install lint
 # The serving engines, each in an environment of its own, on the CPU.
 test-engines: test-vllm test-sglang
 
-test-vllm: .venv-vllm/installed
+# SmolLM2, which the demo makes too.
+demo/target: | install
+	.venv/bin/python examples/demo_target.py demo
+
+test-vllm: .venv-vllm/installed | demo/target
 	OMP_NUM_THREADS=1 EYAS_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" \
 		.venv-vllm/bin/python -m pytest -m engines tests/engines/test_endpoint.py tests/engines/vllm
 
@@ -34,7 +38,7 @@ test-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 --editable . pytest pytest-timeout psutil
 	touch $@
 
-test-sglang: .venv-sglang/installed
+test-sglang: .venv-sglang/installed | demo/target
 	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest -m engines tests/engines/sglang
 
 .venv-sglang/installed: pyproject.toml tests/engines/sglang/requirements.txt tests/engines/sglang/alone.txt

@@ -31,6 +31,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if find_spec("sgl_kernel") is None:  # SGLang's wheels need a GPU: on a CPU some modules are stand-ins
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE / "stubs"), os.environ.get("PYTHONPATH")]))
+    os.environ["HF_HUB_OFFLINE"] = "1"  # every target here is a folder: nothing may be looked up
     root = tmp_path_factory.mktemp("worlds")
     made: dict[str, World] = {}
 

@@ -28,6 +28,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
     """A target by name, with prepared samples and what transformers captures of them; made once."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # every target here is a folder: nothing may be looked up
     root = tmp_path_factory.mktemp("worlds")
     made: dict[str, World] = {}
 
