@@ -8,7 +8,7 @@ Run by the interpreter of an environment with eyas and vLLM. Theirs: vLLM's serv
 which moves one file a sample into its folder; timed by its own word, from its first request on. Ours: ``eyas capture
 --engine vllm`` from its first sample on, the last shard's fsync included; without target statistics, which theirs does
 not have, and with them. Loading the target, eyas' self-test and a first round of theirs are in no figure. Both store
-after:1, after:14, after:26 and after:29 in the target's dtype and run eagerly on all cores, with 2048 tokens in a batch.
+after:1, after:14, after:26 and after:29 in the target's dtype and run eagerly on all cores, 2048 tokens in a batch.
 """
 
 from __future__ import annotations
