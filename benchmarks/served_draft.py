@@ -88,7 +88,7 @@ class Measurement:
         for path, number in self.prompts:
             served = _drafted(self.work / f"endpoint-{path.stem}.json")
             decoded = _drafted(self.work / f"decode-{path.stem}.json")
-            counts = [served["num_kept"], served["num_forwards"], decoded["num_tokens"], decoded["num_forwards"]]
+            counts = [served["num_tokens"], served["num_forwards"], decoded["num_tokens"], decoded["num_forwards"]]
             _line(f"{path.stem}, {number}", counts)
             totals = [a + b for a, b in zip(totals, counts, strict=True)]
         _line("all", totals)
@@ -119,8 +119,8 @@ def _rows(path: Path) -> Rows:
 
 
 def _line(name: str, counts: Sequence[int]) -> None:
-    kept, served, tokens, decoded = counts
-    ours, theirs = kept / served, tokens / decoded
+    accepted, served, tokens, decoded = counts
+    ours, theirs = accepted / served, tokens / decoded
     print(f"| {name} | {served:,}, {decoded:,} | {ours:.3f} | {theirs:.3f} | {abs(ours - theirs):.3f} |")
 
 

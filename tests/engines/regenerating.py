@@ -30,7 +30,7 @@ def assert_greedy_answers_are_transformers(
     source = write_jsonl(folder / "questions.jsonl", questions(NUM_CONVERSATIONS))
     reference, out = folder / "reference.jsonl", folder / "out.jsonl"
     assert _started(source, reference, target, ["--device", "cpu"]).wait(timeout=200) == 0
-    expected = {row_id: row for row_id, row in _rows(reference).items() if _margin(target, row) > CLEAR_MARGIN}
+    expected = {row_id: row for row_id, row in rows_of(reference).items() if margin(target, row) > CLEAR_MARGIN}
     assert len(expected) > 0.8 * NUM_CONVERSATIONS
     assert {row["finish"] for row in expected.values()} == {"stop", "length"}
     assert max(len(row["messages"]) for row in expected.values()) > 2
@@ -40,7 +40,7 @@ def assert_greedy_answers_are_transformers(
     os.killpg(process.pid, signal.SIGTERM)
     process.communicate(timeout=100)
     assert process.returncode == 75
-    before = _rows(out)
+    before = rows_of(out)
     assert 0 < len(before) < NUM_CONVERSATIONS
 
     process = _answering(source, out, target, [*engine, "--tp", 2, *few[len(engine) :]], **tp2)
@@ -55,11 +55,11 @@ def assert_greedy_answers_are_transformers(
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert len(out.read_text().splitlines()) == NUM_CONVERSATIONS
-    found = _rows(out)
+    found = rows_of(out)
     assert {row_id: found[row_id] for row_id in expected} == expected
 
 
-def _margin(target: Path, row: Mapping[str, Any]) -> float:
+def margin(target: Path, row: Mapping[str, Any]) -> float:
     """By how much each token of the answers was the best, at least."""
     from transformers import AutoModelForCausalLM
 
@@ -70,7 +70,7 @@ def _margin(target: Path, row: Mapping[str, Any]) -> float:
     return float((best[:, 0] - best[:, 1]).min())
 
 
-def _rows(out: Path) -> dict[str, dict[str, Any]]:
+def rows_of(out: Path) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
 
 
