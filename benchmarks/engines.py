@@ -29,7 +29,6 @@ from typing import Any
 CONNECTOR = Path(__file__).parents[1] / "tests" / "standardize" / "formats" / "real"
 LAYER_IDS = [2, 15, 27, 30]  # vLLM's, for the taps below and after the last layer
 TAPS = "after:1,after:14,after:26"
-BATCH_TOKENS = 2048
 ELAPSED = re.compile(r"Timing: ([\d.]+)s elapsed")
 SECONDS_TO_START = 600
 
@@ -59,7 +58,8 @@ class Theirs:
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.target, "--port",
             options.port, "--max-model-len", options.max_tokens + 16, "--enforce-eager", "--max-num-batched-tokens",
-            BATCH_TOKENS, "--kv-transfer-config", json.dumps(transfer), "--speculative-config", json.dumps(extract),
+            options.batch_tokens, "--kv-transfer-config", json.dumps(transfer), "--speculative-config",
+            json.dumps(extract),
         ]  # fmt: skip
         path = os.pathsep.join(filter(None, [str(CONNECTOR), os.environ.get("PYTHONPATH")]))
         with open(self._work / "server.log", "w") as log:
@@ -125,7 +125,7 @@ def ours(options: argparse.Namespace, prepared: Path, num_samples: int, *more: s
     out = options.work / "ours"
     shutil.rmtree(out, ignore_errors=True)
     said = eyas("capture", prepared, out, "--target", options.target, "--engine", "vllm", "--taps", TAPS,
-                "--batch-tokens", BATCH_TOKENS, "--json", *more)  # fmt: skip
+                "--batch-tokens", options.batch_tokens, "--json", *more)  # fmt: skip
     summary: dict[str, Any] = json.loads(said)
     assert summary["num_new_samples"] == num_samples, summary
     shutil.rmtree(out)
@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--speculators-python", default=sys.executable, help="the interpreter that runs it")
     parser.add_argument("--max-samples", type=int, default=100)
     parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="speculators waits 10 s for a batch's files")
     parser.add_argument("--concurrency", type=int, default=32, help="speculators' default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
