@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -24,13 +25,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eyas.capture.engines.base import EngineSettings, Forwarded, Sealed, Sink, TargetOutline, Work
 from eyas.capture.engines.vllm.engine import VllmEngine, add_request, install
-from eyas.capture.engines.vllm.load import read_outline, start
+from eyas.capture.engines.vllm.load import engine_arguments, launch, read_outline, set_environment
 from eyas.shards.identity import DatasetIdentity, PreparedIdentity, TokenizerIdentity, create_or_match
 from eyas.shards.sample import TokenSample, sample_id
 from eyas.taps.notation import after, default_taps
@@ -136,21 +137,24 @@ def _run_connector(
     settings: EngineSettings, outline: TargetOutline, samples: list[TokenSample], scratch: Path, *, rounds: int
 ) -> None:
     """vLLM's own capture of the same taps and last hidden state, to files in ``scratch``."""
+    set_environment()
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    from vllm.config import KVTransferConfig
+
     out = scratch / "connector"
     # vLLM's id i is what enters decoder layer i; L is what leaves the last one.
     layer_ids = [*(tap.layer + 1 for tap in settings.taps), outline.num_layers]
-    transfer = {
+    transfer: dict[str, Any] = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(out), "use_synchronization_lock": False},
     }
     draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}}
     speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": draft}
-    options = (
-        *settings.engine_options, "--kv-transfer-config", json.dumps(transfer), "--speculative-config",
-        json.dumps(speculative),
-    )  # fmt: skip
-    engine = start(replace(settings, engine_options=options), outline)
+    arguments = engine_arguments(settings, outline)
+    arguments.kv_transfer_config = KVTransferConfig(**transfer)
+    arguments.speculative_config = speculative
+    engine = launch(arguments)
     rates = []
     for number in range(rounds + 1):
         given = samples if number else _few(samples)  # round 0 warms up

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from eyas.capture.engines import GENERATORS
+from eyas.capture.engines import ENGINES, SERVING_ENGINES
 from eyas.cli.parameters import duration
 from eyas.cli.progress import Progress, format_seconds
 from eyas.cli.recipe import dry_run_option, print_dry_run
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 @click.command(name="regenerate", short_help="Replace the answers in conversations by the target's own.")
 @click.argument("conversations")
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE OPTIONS]")
 @click.option("--target", required=True, help="The model that answers: a folder or a name on the hub.")
 @click.option("--revision", help="The target's revision on the hub.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the target.")
 @click.option("--split", help="Split of a dataset from the hub (default: train) or of a saved one with several.")
-@click.option("--engine", type=click.Choice(GENERATORS), default="transformers", help="What runs the target.")
+@click.option("--engine", type=click.Choice(ENGINES), default="transformers", help="What runs the target.")
 @click.option(
     "--endpoint",
     "endpoints",
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="auto: cuda if there is one."
 )
+@click.option("--tp", type=click.IntRange(1), default=1, help="GPUs that share a copy of the target: vllm, sglang.")
+@click.option("--dp", type=click.IntRange(1), default=1, help="Copies of the target: sglang.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
@@ -56,7 +59,8 @@ if TYPE_CHECKING:
 @click.option(
     "--batch-size",
     type=click.IntRange(1),
-    help="Answers generated at a time; default: 128, on a CPU 32. At each --endpoint at most so many; default: 512.",
+    help="Answers generated at a time; default: 128, on a CPU 32; vllm and sglang decide it themselves. At each "
+    "--endpoint at most so many; default: 512.",
 )
 @click.option("--max-samples", type=click.IntRange(1), help="Regenerate only the first so many conversations.")
 @click.option("--max-runtime", type=duration, help="Stop and exit 75 after this time, e.g. 11h30m.")
@@ -70,6 +74,10 @@ def command(**options: Any) -> None:
     prepare reads, with the very tokens that were generated. A conversation ends with an answer that is cut at
     --max-new-tokens ("finish": "length"), and before an answer that calls tools.
 
+    With --engine vllm (pip install 'eyas[vllm]') or sglang (pip install 'eyas[sglang]') that engine answers, started
+    with all that makes it serve fast; options after -- are its own. SGLang heeds --seed only with
+    --enable-deterministic-inference among them.
+
     With --endpoint, running servers answer: each is asked as many at a time as it can take, lost requests are asked
     again, and one that dies is left and tried again later. Their tokenizer must be --target's, whose folder needs no
     weights then. vLLM and SGLang are given tokens and give tokens back; of others, prepare tokenizes the answers. A key
@@ -80,29 +88,36 @@ def command(**options: Any) -> None:
 
     \b
     eyas regenerate sharegpt.json answers.jsonl --target ./llama --max-new-tokens 512
+    eyas regenerate sharegpt.json answers.jsonl --target ./kimi --engine vllm --tp 8 -- --enable-expert-parallel
     eyas regenerate sharegpt.json answers.jsonl --target ./llama --endpoint http://node1:8000 --endpoint http://node2:8000
     eyas prepare answers.jsonl prepared --target ./llama
     """
     from eyas.capture.conversations.reading import Reader
     from eyas.capture.endpoints.server import normalise_url
-    from eyas.capture.engines import read_outline
+    from eyas.capture.engines import check_generation, read_outline
     from eyas.capture.engines.base import EngineSettings
     from eyas.capture.regenerate.session import RegenerateConfig, regenerate
 
     endpoints = tuple(dict.fromkeys(normalise_url(url) for url in options["endpoints"]))
-    _refuse_engine_options(endpoints)
+    _refuse_engine_options(endpoints, options["engine"], options["engine_options"])
     with stop_on_signals() as stopping:
         target, revision, trust = options["target"], options["revision"], options["trust_remote_code"]
         outline = read_outline(options["engine"], target=target, revision=revision, trust_remote_code=trust)
+        settings = EngineSettings(
+            target=target,
+            taps=(),
+            dtype=outline.dtype if options["dtype"] == "auto" else options["dtype"],
+            revision=revision,
+            trust_remote_code=trust,
+            device=options["device"],
+            tp=options["tp"],
+            dp=options["dp"],
+            engine_options=options["engine_options"],
+        )
+        if not endpoints:
+            check_generation(options["engine"], settings)
         config = RegenerateConfig(
-            settings=EngineSettings(
-                target=target,
-                taps=(),
-                dtype=outline.dtype if options["dtype"] == "auto" else options["dtype"],
-                revision=revision,
-                trust_remote_code=trust,
-                device=options["device"],
-            ),
+            settings=settings,
             temperature=options["temperature"],
             top_p=options["top_p"],
             seed=options["seed"],
@@ -135,15 +150,20 @@ def command(**options: Any) -> None:
         raise SystemExit(EXIT_STOPPED_EARLY)
 
 
-def _refuse_engine_options(endpoints: tuple[str, ...]) -> None:
+def _refuse_engine_options(endpoints: tuple[str, ...], engine: str, engine_options: tuple[str, ...]) -> None:
     """Options of what runs the target here say nothing to a server, and the other way round."""
     ctx = click.get_current_context()
 
     def given(name: str) -> bool:
         return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
-    if endpoints and (wrong := [name for name in ("engine", "device", "dtype") if given(name)]):
+    if endpoints and (wrong := [name for name in ("engine", "device", "dtype", "tp", "dp") if given(name)]):
         raise click.UsageError(f"--{wrong[0]} says how the target runs here: leave it out with --endpoint")
+    if engine_options and engine not in SERVING_ENGINES:
+        raise click.UsageError(
+            f"{' '.join(engine_options)}: unexpected after CONVERSATIONS and OUT; options after -- are those of "
+            f"--engine {' or '.join(SERVING_ENGINES)}"
+        )
     if not endpoints and given("request_timeout"):
         raise click.UsageError("--request-timeout belongs to --endpoint")
 

@@ -51,6 +51,7 @@ SECONDS_FOR_THE_SUPERVISOR = 60.0  # to start the engine's process, not the engi
 SECONDS_FOR_THE_OUTCOME = 5.0  # for the supervisor to write how the engine ended
 SECONDS_BETWEEN_CHECKS = 0.5
 SECONDS_BETWEEN_LINES = 60.0
+SHOWN_OF_A_LINE = 200  # characters: SGLang logs all its arguments in one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,7 @@ def wait_for_health(folder: Path, state: ServeState, *, seconds: float, stopping
             return False
         if now - last_line > SECONDS_BETWEEN_LINES:
             last_line = now
-            tell(f"waiting for health, {now - begun:.0f} s; the log says: {last_lines(log, 1)}")
+            tell(f"waiting for health, {now - begun:.0f} s; the log says: {last_lines(log, 1)[:SHOWN_OF_A_LINE]}")
         time.sleep(SECONDS_BETWEEN_CHECKS)
 
 

@@ -1,7 +1,7 @@
 """The engines that can run a target, by name. Each folder has the same file names and is imported only when used.
 
 ``load.py`` has ``read_outline`` and ``hash_weights``; ``engine.py`` has ``check_settings`` and ``create_engine``;
-``generate.py``, where there is one, has ``create_generator``.
+``generate.py`` has ``check_generation`` and ``create_generator``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from eyas.capture.nodes import Workers
 
 ENGINES = ("transformers", "vllm", "sglang")
-GENERATORS = ("transformers",)  # those that can have the target answer
 # They start one worker a GPU themselves: eyas is one process then, and settings.engine_options are for them.
 SERVING_ENGINES = ("vllm", "sglang")
 ONE_COPY_ENGINES = ("vllm",)  # no --dp
@@ -88,8 +87,13 @@ def create_prober(engine: str, settings: EngineSettings) -> Prober:
     return created
 
 
+def check_generation(engine: str, settings: EngineSettings) -> None:
+    """Refuse settings that the target cannot answer with, before anything loads. Raises TargetError or UsageError."""
+    import_module(f"{__name__}.{engine}.generate").check_generation(settings)
+
+
 def create_generator(engine: str, settings: EngineSettings, sampling: Sampling, batch_size: int | None) -> Generator:
-    """What has the target answer, with the target loaded. ``batch_size`` None: the engine's own choice."""
+    """What has the target answer, ready to be entered (which loads it). ``batch_size`` None: the engine's choice."""
     generate: Any = import_module(f"{__name__}.{engine}.generate")
     created: Generator = generate.create_generator(settings, sampling, batch_size)
     return created

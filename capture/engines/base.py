@@ -57,6 +57,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     tp: int = 1  # processes that share one copy of the target
+    dp: int = 1  # copies that an engine starts itself, to answer; a capture's are processes of eyas
     batch_tokens: int | None = None  # in one forward at most, padding included
     engine_options: tuple[str, ...] = ()  # further options in the engine's own words, as its command line takes them
 
@@ -132,16 +133,41 @@ class MessageAnswer:
     finish: Literal["stop", "length"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A prompt that the engine does not answer, and why."""
+
+    reason: str
+
+
+class TakePrompts(Protocol):
+    """Where a generator gets its prompts."""
+
+    def __call__(self, most: int, padded_tokens: int | None = None) -> Sequence[tuple[int, Prompt]]:
+        """Up to ``most`` prompts, each with a number of its own; none where none is left for now.
+
+        Answers make new ones: those of conversations that go on. With ``padded_tokens`` the prompts are of similar
+        length, and padded to the longest of them they are together no longer.
+        """
+        ...
+
+
 class Generator(Protocol):
-    """One way to have the target answer, with the target loaded."""
+    """One way to have the target answer. Used as a context manager, which loads the target."""
 
-    batch_size: int  # prompts that are best given at a time
-    prompt_tokens: int  # of padded area of one batch, at most
+    def __enter__(self) -> Generator: ...
 
-    def generate(self, prompts: Sequence[Prompt], should_stop: Callable[[], bool]) -> Iterator[tuple[int, Answer]]:
-        """Answer ``prompts``; yields (number of the prompt, its answer) as each ends, in any order.
+    def __exit__(self, *exc: object) -> None: ...
 
-        Once ``should_stop`` is true the iterator ends; what is unfinished is dropped.
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest prompt with its answer, in tokens, where that is less than the target's positions allow."""
+        ...
+
+    def generate(self, take: TakePrompts, should_stop: Callable[[], bool]) -> Iterator[tuple[int, Answer | Refused]]:
+        """Answer what ``take`` gives, until it gives nothing; yields (number, answer) as each ends, in any order.
+
+        Once ``should_stop`` is true the iterator ends; what is unfinished is dropped. Raises TargetError.
         """
         ...
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 
 from eyas.capture.conversations.normalise import RowError
@@ -17,7 +18,7 @@ from eyas.capture.endpoints.dialects import Question, Reply
 from eyas.capture.endpoints.pool import DEFAULT_MOST, Pool, PoolSettings, Tally
 from eyas.capture.endpoints.server import expected_of
 from eyas.capture.engines import create_generator, hash_weights, read_outline
-from eyas.capture.engines.base import Answer, EngineSettings, MessageAnswer, Prompt, Sampling
+from eyas.capture.engines.base import Answer, EngineSettings, MessageAnswer, Prompt, Refused, Sampling
 from eyas.capture.errors import ConversationsError, TargetError
 from eyas.capture.prepared import RejectedRow
 from eyas.capture.regenerate.chat import Chat
@@ -179,17 +180,27 @@ class _Session:
 
     def _run_engine(self, chats: Iterator[Chat], why_stop: Callable[[], str | None]) -> str | None:
         config = self._config
-        generator = create_generator(config.engine, config.settings, self._sampling, config.batch_size)
-        self._first_batch = time.monotonic()
-        while self._refill(chats, generator.batch_size * BATCHES_WAITING):
-            batch = self._take(generator.batch_size, generator.prompt_tokens)
-            unanswered = dict(enumerate(batch))
-            for number, answer in generator.generate([w.prompt for w in batch], lambda: why_stop() is not None):
-                self._take_answer(unanswered.pop(number).chat, answer, len(answer.token_ids))
-            self._waiting += unanswered.values()
-            if (reason := why_stop()) is not None and self._refill(chats, 1):
-                return reason
-        return None
+        numbers = count()
+        asked: dict[int, _Waiting] = {}
+
+        def take(most: int, padded_tokens: int | None = None) -> Sequence[tuple[int, Prompt]]:
+            self._refill(chats, most if padded_tokens is None else most * BATCHES_WAITING)
+            taken = [(next(numbers), waiting) for waiting in self._take(most, padded_tokens)]
+            asked.update(taken)
+            return [(number, waiting.prompt) for number, waiting in taken]
+
+        with create_generator(config.engine, config.settings, self._sampling, config.batch_size) as generator:
+            self._limit_tokens(generator.max_tokens, "the engine takes")
+            self._first_batch = time.monotonic()
+            for number, answer in generator.generate(take, lambda: why_stop() is not None):
+                chat = asked.pop(number).chat
+                if isinstance(answer, Refused):
+                    self._reject(chat.source, chat.row_id, "refused", answer.reason)
+                else:
+                    self._take_answer(chat, answer, len(answer.token_ids))
+        self._waiting += asked.values()
+        reason = why_stop()
+        return reason if reason is not None and self._refill(chats, 1) else None
 
     async def _run_endpoints(self, chats: Iterator[Chat], why_stop: Callable[[], str | None]) -> str | None:
         config = self._config
@@ -216,13 +227,16 @@ class _Session:
         )
         async with Pool(settings, self._on_note) as pool:
             self._tallies = pool.tallies
-            if pool.max_tokens is not None and pool.max_tokens < self._max_tokens:
-                self._on_note(f"conversations are kept within the {pool.max_tokens} tokens that the servers take")
-                self._max_tokens = pool.max_tokens
+            self._limit_tokens(pool.max_tokens, "the servers take")
             self._first_batch = time.monotonic()
             stopped, left = await pool.run(next_question, on_reply, on_failure, why_stop)
             self._waiting += left
             return stopped
+
+    def _limit_tokens(self, limit: int | None, whose: str) -> None:
+        if limit is not None and limit < self._max_tokens:
+            self._on_note(f"conversations are kept within the {limit} tokens that {whose}")
+            self._max_tokens = limit
 
     def _take_answer(self, chat: Chat, answer: Answer | MessageAnswer, num_tokens: int) -> None:
         self._num_answers += 1
@@ -302,15 +316,25 @@ class _Session:
             return
         self._waiting.append(_Waiting(chat, prompt))
 
-    def _take(self, batch_size: int, prompt_tokens: int) -> list[_Waiting]:
+    def _take(self, most: int, padded_tokens: int | None) -> list[_Waiting]:
+        """Up to ``most`` that wait: the newest, or for padding the one that has waited longest and its nearest."""
+        if not self._waiting:
+            return []
+        if padded_tokens is None:  # a conversation that goes on finds its tokens cached
+            taken = self._waiting[-most:][::-1]
+            del self._waiting[-most:]
+            return taken
+        return self._take_alike(most, padded_tokens)
+
+    def _take_alike(self, most: int, padded_tokens: int) -> list[_Waiting]:
         """The conversation that has waited longest, and those whose prompts are nearest to its in length."""
         length = len(self._waiting[0].prompt.input_ids)
-        nearest = sorted(self._waiting, key=lambda waiting: abs(len(waiting.prompt.input_ids) - length))[:batch_size]
+        nearest = sorted(self._waiting, key=lambda waiting: abs(len(waiting.prompt.input_ids) - length))[:most]
         batch = [nearest[0]]
         width = length
         for waiting in nearest[1:]:
             width = max(width, len(waiting.prompt.input_ids))
-            if width * (len(batch) + 1) > prompt_tokens:
+            if width * (len(batch) + 1) > padded_tokens:
                 break
             batch.append(waiting)
         taken = {id(waiting) for waiting in batch}

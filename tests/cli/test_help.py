@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "prepare": """--dry-run --json --last-turn-only --max-samples --max-tokens --min-trained-tokens --overlong
         --revision --show --split --strict --target --trust-remote-code --workers""",
-    "regenerate": """--batch-size --device --dry-run --dtype --endpoint --engine --json --max-new-tokens --max-runtime
-        --max-samples --max-tokens --request-timeout --revision --seed --split --target --temperature --top-p
-        --trust-remote-code""",
+    "regenerate": """--batch-size --device --dp --dry-run --dtype --endpoint --engine --json --max-new-tokens
+        --max-runtime --max-samples --max-tokens --request-timeout --revision --seed --split --target --temperature
+        --top-p --tp --trust-remote-code""",
     "capture": """--batch-tokens --codec --codec-threads --convention --device --dp --draft --dry-run --dtype --engine
         --json --last-hidden --layers --max-rejects --max-runtime --max-samples --no-target-statistics --retry-rejects
         --revision --serving-engine --shard-size --taps --target --target-statistics --tp --trust-remote-code

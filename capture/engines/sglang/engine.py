@@ -64,6 +64,7 @@ from eyas.taps.target import TargetFacts
 
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 MODEL_PACKAGE = "eyas.capture.engines.sglang.model"
+_PROMPT_ONLY = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 BATCHES_AHEAD = 3  # of tokens, that SGLang has been given and not done yet
 SECONDS_BETWEEN_POLLS = 0.2
 SECONDS_TO_SETTLE = 900.0  # from SGLang's answer to the word of the worker that writes it, which may wait for the disk
@@ -369,7 +370,7 @@ class SglangEngine:
             running.hub.inbox.put((-1, _Answered(rid=rid, failure=failure, hidden_states=states)))
 
         serves = self._serving is not None
-        future = running.server.generate(rid, sample.input_ids, return_hidden_states=serves)
+        future = running.server.generate(rid, sample.input_ids, _PROMPT_ONLY, return_hidden_states=serves)
         future.add_done_callback(answered)
         return rid
 

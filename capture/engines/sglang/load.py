@@ -20,7 +20,14 @@ from eyas.capture.engines.transformers.load import hash_weights, read_outline
 from eyas.capture.errors import TargetError
 from eyas.taps.errors import UsageError
 
-__all__ = ["check_options", "hash_weights", "installed_version", "read_outline", "server_arguments"]
+__all__ = [
+    "answering_arguments",
+    "check_options",
+    "hash_weights",
+    "installed_version",
+    "read_outline",
+    "server_arguments",
+]
 
 # Run with both. Earlier ones pin a transformers that is older than eyas needs (those before 0.5.14 do not tell a model
 # which request a row is of, either); later ones are tried, and the self-test decides.
@@ -32,7 +39,7 @@ WATCHDOG_SECONDS = 3600.0  # a forward may wait for the disk
 BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
 
 # SGLang's options that eyas sets, and the option of eyas that decides each.
-_DECIDED = {
+DECIDED = {
     "model": "--target",
     "model_path": "--target",
     "revision": "--revision",
@@ -42,6 +49,9 @@ _DECIDED = {
     "tp": "--tp",
     "tp_size": "--tp",
     "tensor_parallel_size": "--tp",
+}
+_DECIDED = {
+    **DECIDED,
     "chunked_prefill_size": "--batch-tokens",
     "max_prefill_tokens": "--batch-tokens",
 }
@@ -86,9 +96,8 @@ _FIXED: dict[str, Any] = {
     "disable_prefill_cuda_graph": True,
     "disable_decode_cuda_graph": True,
     "disable_overlap_schedule": True,
-    "skip_tokenizer_init": True,
-    "skip_server_warmup": True,
 }
+_TOKENS_ONLY: dict[str, Any] = {"skip_tokenizer_init": True, "skip_server_warmup": True}
 
 
 def installed_version() -> str:
@@ -107,24 +116,43 @@ def installed_version() -> str:
     return found
 
 
-def check_options(options: Sequence[str]) -> None:
+def check_options(
+    options: Sequence[str],
+    *,
+    command: str = "capture",
+    decided: Mapping[str, str] = _DECIDED,
+    refused: Mapping[str, str] = _REFUSED,
+    refused_prefixes: Mapping[str, str] = _REFUSED_PREFIXES,
+) -> None:
     """Refuse options of SGLang that eyas must decide. Raises UsageError. Does not import SGLang."""
     given = {option.partition("=")[0].lstrip("-").replace("-", "_") for option in options if option.startswith("--")}
     for name in sorted(given):
         shown = "--" + name.replace("_", "-")
-        if name in _DECIDED:
-            raise UsageError(f"{shown} after --: give eyas capture {_DECIDED[name]} instead")
-        reasons = [_REFUSED.get(name)] + [why for prefix, why in _REFUSED_PREFIXES.items() if name.startswith(prefix)]
+        if name in decided:
+            raise UsageError(f"{shown} after --: give eyas {command} {decided[name]} instead")
+        reasons = [refused.get(name)] + [why for prefix, why in refused_prefixes.items() if name.startswith(prefix)]
         for why in filter(None, reasons):
-            raise UsageError(f"{shown} after --: not with eyas capture, {why}")
+            raise UsageError(f"{shown} after --: not with eyas {command}, {why}")
 
 
 def server_arguments(settings: EngineSettings, outline: TargetOutline, serving: Mapping[str, Any] | None = None) -> Any:
-    """SGLang's ServerArgs for ``settings``, with the fields in ``serving`` as they are given there.
+    """SGLang's ServerArgs for a capture, with the fields in ``serving`` as they are given there.
 
     Raises UsageError for options that SGLang does not know or refuses.
     """
-    import torch
+    on_cuda = _on_cuda(settings)
+    batch_tokens = settings.batch_tokens or BATCH_TOKENS["cuda" if on_cuda else "cpu"]
+    wanted = {**_FIXED, "chunked_prefill_size": batch_tokens, "max_prefill_tokens": batch_tokens, **(serving or {})}
+    return _arguments(settings, outline, wanted, shift=settings.tp * _local_rank() if on_cuda else 0)
+
+
+def answering_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
+    """SGLang's ServerArgs to answer with. Raises UsageError for options that SGLang does not know or refuses."""
+    return _arguments(settings, outline, {"dp_size": settings.dp}, shift=0)
+
+
+def _arguments(settings: EngineSettings, outline: TargetOutline, wanted: Mapping[str, Any], *, shift: int) -> Any:
+    """``wanted``: what holds whatever is given; ``shift``: of the first GPU."""
     from sglang.srt.server_args import ServerArgs
 
     parser = _Parser(prog="sglang", add_help=False, allow_abbrev=False)
@@ -132,29 +160,31 @@ def server_arguments(settings: EngineSettings, outline: TargetOutline, serving: 
     required = ["--model-path", settings.target]
     defaults = vars(parser.parse_args(required))
     given = vars(parser.parse_args([*required, *settings.engine_options]))
-    on_cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-    batch_tokens = settings.batch_tokens or BATCH_TOKENS["cuda" if on_cuda else "cpu"]
-    wanted: dict[str, Any] = {
-        **_FIXED,
+    fixed: dict[str, Any] = {
+        **_TOKENS_ONLY,
+        **wanted,
         "tp_size": settings.tp,
-        "base_gpu_id": given["base_gpu_id"] + (settings.tp * _local_rank() if on_cuda else 0),
+        "base_gpu_id": given["base_gpu_id"] + shift,
         "revision": settings.revision,
         "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype,
-        "chunked_prefill_size": batch_tokens,
-        "max_prefill_tokens": batch_tokens,
-        "device": "cuda" if on_cuda else "cpu",
+        "device": "cuda" if _on_cuda(settings) else "cpu",
     }
     likely: dict[str, Any] = {"watchdog_timeout": WATCHDOG_SECONDS, "log_level": "error"}
     if outline.max_positions is not None:
         likely["context_length"] = outline.max_positions + EXTRA_POSITIONS
-    wanted |= {name: value for name, value in likely.items() if given[name] == defaults[name]}
-    wanted |= serving or {}
+    fixed |= {name: value for name, value in likely.items() if given[name] == defaults[name] and name not in wanted}
     fields = inspect.signature(ServerArgs).parameters
     try:
-        return ServerArgs(**{name: value for name, value in {**given, **wanted}.items() if name in fields})
+        return ServerArgs(**{name: value for name, value in {**given, **fixed}.items() if name in fields})
     except (ValueError, AssertionError, TypeError) as error:
         raise UsageError(f"{' '.join(settings.engine_options)}: SGLang refuses these options: {error}") from error
+
+
+def _on_cuda(settings: EngineSettings) -> bool:
+    import torch
+
+    return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
 
 
 def _local_rank() -> int:

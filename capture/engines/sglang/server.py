@@ -10,6 +10,8 @@ import asyncio
 import os
 import signal
 import threading
+import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from multiprocessing import resource_tracker
 from typing import Any
@@ -19,6 +21,8 @@ import numpy.typing as npt
 
 from eyas.capture.errors import TargetError
 from eyas.taps.errors import EyasError
+
+SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Server:
@@ -56,6 +60,13 @@ class Server:
         self._engine.result()
         return True
 
+    def wait_until_started(self) -> None:
+        """Raises what went wrong; TargetError where one of SGLang's processes failed."""
+        while not self.started:
+            if self.worker_failed.is_set():
+                raise TargetError("a process of SGLang failed as it started; what it said stands above")
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
     @property
     def max_tokens(self) -> int:
         """The longest prompt, in tokens, that SGLang takes with the memory it has."""
@@ -63,13 +74,18 @@ class Server:
         return int(engine.tokenizer_manager.max_req_input_len) - 1
 
     def generate(
-        self, rid: str, input_ids: npt.NDArray[np.int32], *, return_hidden_states: bool = False
+        self,
+        rid: str,
+        input_ids: npt.NDArray[np.int32],
+        sampling: Mapping[str, Any],
+        *,
+        return_hidden_states: bool = False,
     ) -> Future[dict[str, Any]]:
-        """Have the target read ``input_ids`` [T]; the result is SGLang's own."""
+        """Have the target read ``input_ids`` [T] and go on by ``sampling``, in its words; the result is its own."""
         engine, loop = self._engine.result()
         request = engine.async_generate(
             input_ids=input_ids.tolist(),
-            sampling_params={"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            sampling_params=dict(sampling),
             rid=rid,
             return_hidden_states=return_hidden_states,
         )

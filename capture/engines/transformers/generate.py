@@ -9,15 +9,16 @@ Shapes: B samples, T tokens, V vocab_size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eyas.capture.engines.base import Answer, EngineSettings, Prompt, Sampling
+from eyas.capture.engines.base import Answer, EngineSettings, Prompt, Sampling, TakePrompts
 from eyas.capture.engines.transformers.cache import cache_argument, new_cache
 from eyas.capture.engines.transformers.engine import pick_device
 from eyas.capture.engines.transformers.load import load_model, read_outline
 from eyas.capture.errors import TargetError
+from eyas.taps.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,38 +30,51 @@ TOP_TOKENS = 512  # looked at for top-p before all V are sorted
 
 
 class TransformersGenerator:
-    """Generates answers with a loaded target."""
+    """Generator of engine ``transformers`` (capture/engines/base.py says what a generator is)."""
+
+    max_tokens = None
 
     def __init__(self, settings: EngineSettings, sampling: Sampling, batch_size: int | None) -> None:
+        self._settings = settings
+        self._sampling = sampling
+        self._batch_size = batch_size
+
+    def __enter__(self) -> TransformersGenerator:
         """Loads the target. Raises TargetError."""
+        settings = self._settings
         outline = read_outline(
             settings.target, revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
         self._device = pick_device(settings)
-        self._model = load_model(settings, outline, device=self._device)
-        self._sampling = sampling
+        self._model: Any = load_model(settings, outline, device=self._device)
         self._vocab_size = outline.vocab_size
-        self.batch_size = batch_size or BATCH_SIZE[self._device.type]
-        self.prompt_tokens = PROMPT_TOKENS[self._device.type]
+        return self
 
-    def generate(self, prompts: Sequence[Prompt], should_stop: Callable[[], bool]) -> Iterator[tuple[int, Answer]]:
-        """Answer ``prompts`` as one batch; yields (number of the prompt, its answer) as each answer ends.
+    def __exit__(self, *exc: object) -> None:
+        self._model = None
+
+    def generate(self, take: TakePrompts, should_stop: Callable[[], bool]) -> Iterator[tuple[int, Answer]]:
+        """Answer batch after batch of what ``take`` gives; yields (number, answer) as each answer ends.
 
         Each prompt draws from random numbers of its own, so its answer depends on the other prompts by the rounding of
         the batched arithmetic alone. ``should_stop`` is asked after each token; once true what is unfinished is
-        dropped. Raises TargetError where the batch does not fit the device's memory.
+        dropped. Raises TargetError where a batch does not fit the device's memory.
         """
         import torch
 
-        try:
-            yield from self._generate(prompts, should_stop)
-        except torch.OutOfMemoryError as error:
-            raise TargetError(
-                f"{len(prompts)} answers at a time do not fit the memory of {self._device}: run again with "
-                f"--batch-size {max(1, len(prompts) // 2)}; what is finished stays"
-            ) from error
+        kind = self._device.type
+        while not should_stop() and (taken := take(self._batch_size or BATCH_SIZE[kind], PROMPT_TOKENS[kind])):
+            try:
+                for place, answer in self._generate([prompt for _, prompt in taken], should_stop):
+                    yield taken[place][0], answer
+            except torch.OutOfMemoryError as error:
+                raise TargetError(
+                    f"{len(taken)} answers at a time do not fit the memory of {self._device}: run again with "
+                    f"--batch-size {max(1, len(taken) // 2)}; what is finished stays"
+                ) from error
 
     def _generate(self, prompts: Sequence[Prompt], should_stop: Callable[[], bool]) -> Iterator[tuple[int, Answer]]:
+        """Answer ``prompts`` as one batch; yields (place of the prompt, its answer)."""
         import torch
 
         device, sampling = self._device, self._sampling
@@ -110,8 +124,18 @@ class TransformersGenerator:
                 mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)  # [B, T + 1]
 
 
+def check_generation(settings: EngineSettings) -> None:
+    """Refuse what can be refused before anything loads. Raises UsageError."""
+    for option, number in (("--tp", settings.tp), ("--dp", settings.dp)):
+        if number > 1:
+            raise UsageError(
+                f"{option} {number} with --engine transformers: it answers in this process alone; vllm and sglang "
+                "spread the target"
+            )
+
+
 def create_generator(settings: EngineSettings, sampling: Sampling, batch_size: int | None) -> TransformersGenerator:
-    """The generator that ``settings`` describe, with its target loaded."""
+    """The generator that ``settings`` describe."""
     return TransformersGenerator(settings, sampling, batch_size)
 
 

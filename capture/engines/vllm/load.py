@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,17 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 __all__ = [
+    "DECIDED",
+    "Rules",
     "check_options",
     "hash_weights",
     "installed_version",
+    "launch",
+    "parse_options",
     "read_nodes",
     "read_outline",
     "run_workers",
+    "set_environment",
     "start",
 ]
 
@@ -40,14 +46,30 @@ WORKER_EXTENSION = "eyas.capture.engines.vllm.worker.CaptureExtension"
 # A GPU needs many tokens to be busy; on a CPU a batch should stay in cache.
 BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
 
-# vLLM's options that eyas sets, and the option of eyas that decides each, or why it cannot be had.
-_DECIDED = {
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """vLLM's options that a command of eyas sets itself."""
+
+    command: str
+    decided: Mapping[str, str]  # the option of eyas that decides each
+    refused: Mapping[str, str]  # why each cannot be had
+
+    def refuse(self, name: str) -> None:
+        """Raises UsageError where eyas must decide the option ``name``."""
+        shown = "--" + name.replace("_", "-")
+        if name in self.decided:
+            raise UsageError(f"{shown} after --: give eyas {self.command} {self.decided[name]} instead")
+        if name in self.refused:
+            raise UsageError(f"{shown} after --: not with eyas {self.command}, {self.refused[name]}")
+
+
+DECIDED = {
     "model": "--target",
     "revision": "--revision",
     "trust_remote_code": "--trust-remote-code",
     "dtype": "--dtype",
     "tensor_parallel_size": "--tp",
-    "max_num_batched_tokens": "--batch-tokens",
 }
 _REFUSED = {
     "pipeline_parallel_size": "a stage would hold only its own taps: spread the target with --tp",
@@ -65,7 +87,7 @@ _REFUSED = {
     "enable_dbo": "a forward in halves would mix the rows",
     "skip_tokenizer_init": "eyas gives tokens",
 }
-
+CAPTURE = Rules(command="capture", decided={**DECIDED, "max_num_batched_tokens": "--batch-tokens"}, refused=_REFUSED)
 
 # What vLLM raises where it does not start.
 _DOES_NOT_START = (ValueError, RuntimeError, OSError, NotImplementedError, AssertionError, ImportError, KeyError)
@@ -100,21 +122,12 @@ def is_known_version(found: str) -> bool:
     return Version(found) in SpecifierSet(",".join(VERSIONS), prereleases=True)
 
 
-def check_options(options: Sequence[str]) -> None:
+def check_options(options: Sequence[str], rules: Rules = CAPTURE) -> None:
     """Refuse options of vLLM that eyas must decide. Raises UsageError. Does not import vLLM."""
     given = {option.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for option in options}
     given |= {name for flag, name in _SHORT.items() if flag in options}
     for name in sorted(given):
-        _refuse(name)
-
-
-def _refuse(name: str) -> None:
-    """Refuse an option of vLLM, by its name, that eyas must decide."""
-    shown = "--" + name.replace("_", "-")
-    if name in _DECIDED:
-        raise UsageError(f"{shown} after --: give eyas capture {_DECIDED[name]} instead")
-    if name in _REFUSED:
-        raise UsageError(f"{shown} after --: not with eyas capture, {_REFUSED[name]}")
+        rules.refuse(name)
 
 
 def read_nodes(options: Sequence[str]) -> tuple[int, int, str, int]:
@@ -139,17 +152,11 @@ def read_nodes(options: Sequence[str]) -> tuple[int, int, str, int]:
     return given.nnodes, given.node_rank, given.master_addr, given.master_port
 
 
-def engine_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
-    """vLLM's EngineArgs for ``settings``. Raises UsageError for options that vLLM does not know."""
+def parse_options(settings: EngineSettings, rules: Rules = CAPTURE) -> Any:
+    """vLLM's EngineArgs with ``settings``' options and target. Raises UsageError for options it does not know."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    device = "cpu" if current_platform.is_cpu() else "cuda"
-    defaults: dict[str, Any] = {"enforce_eager": True, "max_num_batched_tokens": BATCH_TOKENS[device]}
-    if outline.max_positions is not None:
-        # One more than the longest sample: vLLM reckons with the token it is to generate, which is never fed back.
-        defaults["max_model_len"] = outline.max_positions + 1
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm", add_help=False, exit_on_error=False))
     try:
         plain, _ = parser.parse_known_args([])
@@ -158,9 +165,9 @@ def engine_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
         raise UsageError(f"{' '.join(settings.engine_options)}: vLLM refuses these options: {error}") from error
     if unknown:
         raise UsageError(f"{' '.join(unknown)}: vLLM has no such option")
-    for name in sorted({*_DECIDED, *_REFUSED}):  # however it was spelled
+    for name in sorted({*rules.decided, *rules.refused}):  # however it was spelled
         if getattr(given, name, None) != getattr(plain, name, None):
-            _refuse(name)
+            rules.refuse(name)
     nodes = read_nodes(settings.engine_options)
     if (given.nnodes, given.node_rank, given.master_addr, given.master_port) != nodes:
         raise UsageError("--nnodes, --node-rank, --master-addr and --master-port after --: write them out")
@@ -168,24 +175,51 @@ def engine_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
     arguments = EngineArgs.from_cli_args(given)
     if arguments.nnodes > 1 and arguments.distributed_executor_backend is None:
         arguments.distributed_executor_backend = "mp"
-    for name, value in defaults.items():
-        if getattr(arguments, name) in (None, getattr(EngineArgs, name)):
-            setattr(arguments, name, value)
     for name, value in (
         ("revision", settings.revision),
         ("tokenizer_revision", settings.revision),
         ("trust_remote_code", settings.trust_remote_code),
         ("dtype", settings.dtype),
         ("tensor_parallel_size", settings.tp),
-        ("worker_extension_cls", WORKER_EXTENSION),
-        ("enable_prefix_caching", False),
         ("skip_tokenizer_init", True),
         ("disable_log_stats", True),
     ):
         setattr(arguments, name, value)
+    return arguments
+
+
+def engine_arguments(settings: EngineSettings, outline: TargetOutline) -> Any:
+    """vLLM's EngineArgs for a capture. Raises UsageError for options that vLLM does not know."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    arguments = parse_options(settings)
+    device = "cpu" if current_platform.is_cpu() else "cuda"
+    defaults: dict[str, Any] = {"enforce_eager": True, "max_num_batched_tokens": BATCH_TOKENS[device]}
+    if outline.max_positions is not None:
+        # One more than the longest sample: vLLM reckons with the token it is to generate, which is never fed back.
+        defaults["max_model_len"] = outline.max_positions + 1
+    for name, value in defaults.items():
+        if getattr(arguments, name) in (None, getattr(EngineArgs, name)):
+            setattr(arguments, name, value)
+    arguments.worker_extension_cls = WORKER_EXTENSION
+    arguments.enable_prefix_caching = False
     if settings.batch_tokens is not None:
         arguments.max_num_batched_tokens = settings.batch_tokens
     return arguments
+
+
+def launch(arguments: Any) -> LLMEngine:
+    """vLLM with its target loaded: in this process, with workers of its own where the target is spread.
+
+    ``arguments``: vLLM's EngineArgs. Raises TargetError where vLLM does not start.
+    """
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    except _DOES_NOT_START as error:
+        raise TargetError(f"--target {arguments.model}: vLLM does not start: {error}") from error
 
 
 def start(
@@ -195,21 +229,15 @@ def start(
     draft: Mapping[str, Any] | None = None,
     worker_extension: str = WORKER_EXTENSION,
 ) -> LLMEngine:
-    """vLLM with the target loaded: in this process, with workers of its own where ``settings.tp`` is above 1.
+    """vLLM as a capture needs it. Raises TargetError where it does not start, UsageError for options it refuses.
 
-    draft: vLLM's speculative_config, for a target that is run as it is served.
-    Raises TargetError where vLLM does not start, UsageError for options that it refuses.
+    draft: vLLM's speculative_config, for a target that is run as it is served: with the model runner it is served by.
     """
-    set_environment(any_runner=draft is not None)
-    from vllm.v1.engine.llm_engine import LLMEngine
-
+    _set_environment_of_a_capture(any_runner=draft is not None)
     arguments = engine_arguments(settings, outline)
     arguments.worker_extension_cls = worker_extension
     arguments.speculative_config = None if draft is None else dict(draft)
-    try:
-        engine = LLMEngine.from_engine_args(arguments)
-    except _DOES_NOT_START as error:
-        raise TargetError(f"--target {settings.target}: vLLM does not start: {error}") from error
+    engine = launch(arguments)
     compilation = engine.vllm_config.compilation_config
     if compilation.mode != 0 or compilation.cudagraph_mode.value != 0:
         engine.engine_core.shutdown()
@@ -226,7 +254,7 @@ def run_workers(settings: EngineSettings, outline: TargetOutline) -> Iterator[He
 
     Raises TargetError where it does not start, UsageError for options that vLLM refuses.
     """
-    set_environment()
+    _set_environment_of_a_capture()
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     arguments = engine_arguments(settings, outline)
@@ -256,18 +284,21 @@ class HeadlessWorkers:
             process.kill()
 
 
-def set_environment(*, any_runner: bool = False) -> None:
+def set_environment() -> None:
     """What vLLM is to find in its environment: before it is imported, and inherited by its workers.
 
-    The engine core runs here, so that its workers are this process's children and end with it. Model runner V2 keeps
-    the order of a batch's rows to itself; with any_runner vLLM takes the one it would serve with.
+    The engine core runs here, so that its workers are this process's children and end with it.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if not any_runner:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout carries the result
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for results
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")  # a full disk queue may hold a forward up
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+def _set_environment_of_a_capture(*, any_runner: bool = False) -> None:
+    set_environment()
+    if not any_runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 keeps the order of a batch's rows to itself
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "3600")  # a full disk queue may hold a forward up
