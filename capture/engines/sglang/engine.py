@@ -44,11 +44,9 @@ from eyas.capture.engines.sglang.load import LAST_RELEASE, check_options, instal
 from eyas.capture.engines.sglang.server import Server
 from eyas.capture.engines.transformers.batches import plan_batches
 from eyas.capture.engines.transformers.load import (
-    commit_hash,
-    hash_weights,
-    quantization_method,
     read_head_facts,
     read_outline,
+    target_identity,
 )
 from eyas.capture.engines.transformers.parallel import Ranks
 from eyas.capture.errors import CaptureFailed, SelfTestError, TargetError
@@ -214,24 +212,12 @@ class SglangEngine:
         """What is being run, as dataset.json records it: the same as engine transformers says of the same target."""
         outline, settings = self._outline, self._settings
         hello = next(iter(self._loaded.hellos.values()))
-        head = read_head_facts(settings, outline)
-        return TargetIdentity(
-            name=settings.target,
-            revision=commit_hash(settings.target, settings.revision),
-            config_hash=outline.config_hash,
-            weights_hash=hash_weights(settings.target, settings.revision),
-            model_class=outline.model_class,
-            num_layers=outline.num_layers,
-            hidden_size=outline.hidden_size,
-            vocab_size=outline.vocab_size,
-            weight_dtype=outline.dtype,
-            quantization=quantization_method(outline),
-            final_norm=head.final_norm,
-            final_norm_eps=head.final_norm_eps,
+        return target_identity(
+            settings,
+            outline,
+            read_head_facts(settings, outline),
             logit_scale=hello.logit_scale,
             logit_softcap=hello.logit_softcap,
-            lm_head_bias=head.lm_head_bias,
-            lm_head_rows=head.lm_head_rows,
         )
 
     @property

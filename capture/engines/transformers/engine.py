@@ -31,11 +31,10 @@ from eyas.capture.engines.base import (
 from eyas.capture.engines.transformers.batches import Batch, length_boundary, pad, plan_batches, real_rows
 from eyas.capture.engines.transformers.hooks import TapHooks
 from eyas.capture.engines.transformers.load import (
-    commit_hash,
-    hash_weights,
+    HeadFacts,
     load_model,
-    quantization_method,
     read_outline,
+    target_identity,
     text_config,
 )
 from eyas.capture.engines.transformers.locate import TextStack, last_hidden_state, locate, probe_ids
@@ -129,25 +128,9 @@ class TransformersEngine:
     def target(self) -> TargetIdentity:
         """What is being run, as dataset.json records it."""
         running, outline, settings = self._loaded, self._outline, self._settings
-        norm, lm_head = running.stack.final_norm, running.stack.lm_head
-        epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        return TargetIdentity(
-            name=settings.target,
-            revision=commit_hash(settings.target, settings.revision),
-            config_hash=outline.config_hash,
-            weights_hash=hash_weights(settings.target, settings.revision),
-            model_class=outline.model_class,
-            num_layers=outline.num_layers,
-            hidden_size=outline.hidden_size,
-            vocab_size=outline.vocab_size,
-            weight_dtype=outline.dtype,
-            quantization=quantization_method(outline),
-            final_norm=type(norm).__name__,
-            final_norm_eps=float(epsilon) if isinstance(epsilon, (int, float)) else None,
-            logit_scale=running.head.scale,
-            logit_softcap=running.head.softcap,
-            lm_head_bias=getattr(lm_head, "bias", None) is not None,
-            lm_head_rows=_num_rows(lm_head),
+        head = HeadFacts.of(running.stack.final_norm, running.stack.lm_head)
+        return target_identity(
+            settings, outline, head, logit_scale=running.head.scale, logit_softcap=running.head.softcap
         )
 
     @property
@@ -450,11 +433,6 @@ def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
 def create_engine(settings: EngineSettings) -> TransformersEngine:
     """The engine that ``settings`` describe."""
     return TransformersEngine(settings)
-
-
-def _num_rows(lm_head: Any) -> int:
-    """Of the whole lm_head, also where it is quantized or split over ranks."""
-    return int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0])
 
 
 def pick_device(settings: EngineSettings) -> torch.device:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eyas.capture.engines.base import EngineSettings, TargetOutline
 from eyas.capture.errors import TargetError
-from eyas.shards.identity import DTYPES
+from eyas.shards.identity import DTYPES, TargetIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -124,6 +124,48 @@ class HeadFacts:
     lm_head_bias: bool
     lm_head_rows: int
 
+    @classmethod
+    def of(cls, norm: Any, lm_head: Any) -> HeadFacts:
+        """Of the final norm and lm_head, loaded or not; its rows all, where it is quantized or split too."""
+        epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        return cls(
+            final_norm=type(norm).__name__,
+            final_norm_eps=float(epsilon) if isinstance(epsilon, (int, float)) else None,
+            lm_head_bias=getattr(lm_head, "bias", None) is not None,
+            lm_head_rows=int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]),
+        )
+
+
+def target_identity(
+    settings: EngineSettings,
+    outline: TargetOutline,
+    head: HeadFacts,
+    *,
+    logit_scale: float,
+    logit_softcap: float | None,
+    quantization: str | None = None,
+) -> TargetIdentity:
+    """What is run, as dataset.json records it: the same whichever engine runs it. quantization: the engine's word for
+    what the target's own config does not name."""
+    return TargetIdentity(
+        name=settings.target,
+        revision=commit_hash(settings.target, settings.revision),
+        config_hash=outline.config_hash,
+        weights_hash=hash_weights(settings.target, settings.revision),
+        model_class=outline.model_class,
+        num_layers=outline.num_layers,
+        hidden_size=outline.hidden_size,
+        vocab_size=outline.vocab_size,
+        weight_dtype=outline.dtype,
+        quantization=quantization_method(outline) or quantization,
+        final_norm=head.final_norm,
+        final_norm_eps=head.final_norm_eps,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        lm_head_bias=head.lm_head_bias,
+        lm_head_rows=head.lm_head_rows,
+    )
+
 
 def read_head_facts(settings: EngineSettings, outline: TargetOutline) -> HeadFacts:
     """The end of the target's stack, from its structure alone: built without memory for its weights.
@@ -153,13 +195,7 @@ def read_head_facts(settings: EngineSettings, outline: TargetOutline) -> HeadFac
     norms = [child for child in owner.children() if "norm" in type(child).__name__.lower()]
     if lm_head is None or not norms:
         raise TargetError(f"--target {settings.target}: {type(model).__name__} has no final norm or no lm_head")
-    epsilon = getattr(norms[-1], "variance_epsilon", getattr(norms[-1], "eps", None))
-    return HeadFacts(
-        final_norm=type(norms[-1]).__name__,
-        final_norm_eps=float(epsilon) if isinstance(epsilon, (int, float)) else None,
-        lm_head_bias=getattr(lm_head, "bias", None) is not None,
-        lm_head_rows=int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]),
-    )
+    return HeadFacts.of(norms[-1], lm_head)
 
 
 def hash_weights(target: str, revision: str | None) -> str | None:

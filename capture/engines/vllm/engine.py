@@ -28,11 +28,8 @@ from eyas.capture.engines.base import (
     Work,
 )
 from eyas.capture.engines.transformers.load import (
-    HeadFacts,
-    commit_hash,
-    hash_weights,
-    quantization_method,
     read_head_facts,
+    target_identity,
 )
 from eyas.capture.engines.vllm.load import (
     check_options,
@@ -119,24 +116,13 @@ class VllmEngine:
     def target(self) -> TargetIdentity:
         """What is being run, as dataset.json records it: the same as engine transformers says of the same target."""
         outline, settings, facts = self._outline, self._settings, self._loaded.facts
-        head: HeadFacts = read_head_facts(settings, outline)
-        return TargetIdentity(
-            name=settings.target,
-            revision=commit_hash(settings.target, settings.revision),
-            config_hash=outline.config_hash,
-            weights_hash=hash_weights(settings.target, settings.revision),
-            model_class=outline.model_class,
-            num_layers=outline.num_layers,
-            hidden_size=outline.hidden_size,
-            vocab_size=outline.vocab_size,
-            weight_dtype=outline.dtype,
-            quantization=quantization_method(outline) or facts.quantization,
-            final_norm=head.final_norm,
-            final_norm_eps=head.final_norm_eps,
+        return target_identity(
+            settings,
+            outline,
+            read_head_facts(settings, outline),
             logit_scale=facts.logit_scale,
             logit_softcap=facts.logit_softcap,
-            lm_head_bias=head.lm_head_bias,
-            lm_head_rows=head.lm_head_rows,
+            quantization=facts.quantization,
         )
 
     @property
