@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,13 +96,21 @@ def command(dataset: Path, **options: Any) -> None:
 
 
 def _verify(dataset: Path, state: LedgerState, workers: int) -> list[Problem]:
+    from eyas.shards.canaries import CANARIES_FOLDER, open_canaries
     from eyas.shards.verify import verify_dataset
 
     with Progress("verify", state.num_bytes, "bytes") as progress:
         bad = verify_dataset(dataset, state, workers=workers, on_shard=lambda entry: progress.update(entry.num_bytes))
     # What the ledgers alone show fails a verification too, but for what is a running capture's or harms no reader.
     harmless = ("leftover temporary", "duplicate sample", "set aside")
-    return [problem for problem in state.problems if problem.kind not in harmless] + bad
+    problems = [problem for problem in state.problems if problem.kind not in harmless] + bad
+    if (canaries := open_canaries(dataset)) is not None:
+        state = canaries.ledgers
+        bad = verify_dataset(canaries.path, state, workers=workers, on_shard=lambda entry: None)
+        # They are no dataset to train on: nothing counts their tokens.
+        found = [p for p in (*state.problems, *bad) if p.kind not in (*harmless, "token counts", "wrong counts")]
+        problems += [replace(problem, where=f"{CANARIES_FOLDER}/{problem.where}") for problem in found]
+    return problems
 
 
 def _inspect_foreign(folder: Path, options: dict[str, Any]) -> None:

@@ -224,6 +224,8 @@ def _prepare(config: ServeConfig, options: dict[str, Any]) -> str | None:
     from eyas.serve.command import engine_release, server_command
     from eyas.serve.draft import check_served_draft
 
+    if not (Path(config.target) / "config.json").is_file():
+        raise UsageError(f"--target {config.target}: no config.json there; give the folder of the target")
     release = engine_release(config)
     report = Report(()) if config.draft is None else check_served_draft(config, release)
     if options["dry_run"]:

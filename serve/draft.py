@@ -30,7 +30,9 @@ def check_served_draft(config: ServeConfig, release: str | None) -> Report:
     draft = read_draft(Path(config.draft))
     readings = read_config(draft.config.raw, engine, facts)
     if config.dataset is None:
-        return Report((_readings_alone(draft, engine, facts, readings),))
+        return Report(
+            (*_fits(draft, TargetFolder(Path(config.target))), _readings_alone(draft, engine, facts, readings))
+        )
     identity = read_identity(Path(config.dataset))
     report = check_plan(identity, draft=Path(config.draft), engine=engine)
     wrong = any(reading.taps != identity.taps for reading in readings)
@@ -47,6 +49,36 @@ def check_served_draft(config: ServeConfig, release: str | None) -> Report:
             ),
         )
     )
+
+
+def _fits(draft: Draft, target: TargetFolder) -> list[Finding]:
+    """What can be said of the draft's widths without a dataset: engines load some that do not fit, and end at the first
+    request."""
+    findings = []
+    width, wanted = target.text.get("hidden_size"), draft.config.target_hidden_size
+    if isinstance(width, int) and width != wanted:
+        findings.append(
+            Finding(
+                check="hidden size",
+                status="mismatch",
+                found=f"the draft expects taps of width {wanted}",
+                expected=f"{width}, the hidden size of {target.path}",
+                consequence="the draft belongs to another target: its first matrix product fails",
+                mend="give the draft of this target",
+            )
+        )
+    if draft.tensors and draft.find("fc.weight") is None:
+        findings.append(
+            Finding(
+                check="fc width",
+                status="mismatch",
+                found="no tensor fc.weight",
+                expected="an EAGLE-3 draft, whose fc takes the concatenated taps",
+                consequence="the engine does not load it as one",
+                mend="give the folder that eyas export or a trainer of EAGLE-3 drafts wrote",
+            )
+        )
+    return findings
 
 
 def _version(release: str | None) -> Version | None:

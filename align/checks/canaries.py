@@ -75,10 +75,13 @@ class _Difference:
 
 
 def check_canaries(subject: Subject) -> list[Finding]:
-    """Nothing where the dataset has no canaries (captured before there were any, or by something else)."""
+    """Nothing where one worker's dataset has no canaries (captured before there were any, or by something else)."""
     dataset = open_canaries(subject.dataset)
+    workers = set()
+    if subject.identity.stage == "captured":  # in a standard dataset shards may be named after who wrote them
+        workers = {entry.shard.rpartition("-")[0] for entry in subject.ledgers.entries}
     if dataset is None or not dataset.ledgers.entries:
-        return []
+        return [_unknown(f"none, of {len(workers)} workers", [])] if len(workers) > 1 else []
     unreadable: list[str] = []
     first, others, compared = _compare_all(dataset, None, unreadable)
     if first is None:
@@ -96,12 +99,10 @@ def check_canaries(subject: Subject) -> list[Finding]:
     if alone := [canary for canary, differences in zip(others, compared, strict=True) if not differences]:
         findings.append(_unknown(f"{_names(alone)} captured none of the samples that {first} did", []))
     captured = {canary.worker for canary in (first, *others)}
-    if subject.identity.stage == "captured":  # in a standard dataset shards may be named after who wrote them
-        workers = {entry.shard.rpartition("-")[0] for entry in subject.ledgers.entries}
-        if missing := sorted(workers - captured):
-            shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if missing[_SHOWN:] else "")
-            findings.append(_unknown(f"{shown} captured samples and no canary", unreadable))
-            unreadable = []
+    if missing := sorted(workers - captured):
+        shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if missing[_SHOWN:] else "")
+        findings.append(_unknown(f"{shown} captured samples and no canary that is whole", unreadable))
+        unreadable = []
     if unreadable:
         findings.append(_unknown(f"{len(unreadable)} of its canaries cannot be read", unreadable))
     return findings

@@ -24,12 +24,14 @@ _ID_LENGTH = 16
 
 
 class Output:
-    """Context manager; ``done`` is the ids of the conversations that are there."""
+    """Context manager; ``done`` is the ids of the conversations that are there, ``damaged`` the numbers of lines that
+    cannot be read any more, whose conversations are not among them."""
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.path = path
         self.rejects_path = path.with_name(path.name + ".rejects.jsonl")
         self.done: set[str] = set()
+        self.damaged: list[int] = []
         self._options = options
         self._opened = ExitStack()
 
@@ -96,9 +98,21 @@ class Output:
                 if not line.endswith(b"\n"):
                     os.ftruncate(self._file.fileno(), end)
                     return
+                if line.startswith(_ID_START) and not _is_whole(line):
+                    self.damaged.append(number)  # its conversation is answered again
+                    end += len(line)
+                    continue
                 if not line.startswith(_ID_START):
                     raise ConversationsError(
                         f"{self.path}:{number}: no line of eyas regenerate. Mend it, or give another file"
                     )
                 self.done.add(line[len(_ID_START) : len(_ID_START) + _ID_LENGTH].decode())
                 end += len(line)
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

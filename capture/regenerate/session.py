@@ -29,6 +29,7 @@ AS_SERVED = "as served"  # the dtype of a target that a server runs
 
 # Conversations waiting at a time, in batches: enough to find prompts of about one length.
 BATCHES_WAITING = 8
+_SHOWN = 5  # of damaged lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,13 @@ def regenerate(
         limit = config.max_runtime_seconds
         return "max runtime" if limit is not None and time.monotonic() - started >= limit else None
 
-    with session.output:
+    with session.output as output:
+        if output.damaged:
+            shown = ", ".join(map(str, output.damaged[:_SHOWN])) + (", ..." if output.damaged[_SHOWN:] else "")
+            on_note(
+                f"{output.path}: {len(output.damaged)} damaged (line {shown}): their conversations are answered again, "
+                f"and eyas prepare leaves these lines out"
+            )
         stopped = session.run(why_stop)
     return session.summary(stopped)
 
@@ -262,7 +269,7 @@ class _Session:
             num_rewritten=self._num_rewritten,
             num_retokenized=self._num_retokenized,
             cut_off=self._cut_off,
-            seconds=self._last_answer - self._first_batch,
+            seconds=max(0.0, self._last_answer - self._first_batch),
             stopped=stopped,
             endpoints=self._tallies,
         )

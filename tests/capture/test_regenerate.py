@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,23 @@ def test_prepare_takes_the_tokens_as_they_are(target: Path, tmp_path: Path) -> N
     assert [samples[n].input_ids.tolist() for n in range(len(samples))] == [row["input_ids"] for row in expected]
     assert [samples[n].loss_mask.tolist() for n in range(len(samples))] == [row["loss_mask"] for row in expected]
     assert json.loads(samples.row_text(0)["messages"] or "") == expected[0]["messages"]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda line: line[: len(line) // 2] + "\n", lambda line: line.replace("[", "\0", 1)]
+)
+def test_a_line_that_is_damaged_is_named_and_answered_again(
+    target: Path, tmp_path: Path, damage: Callable[[str], str]
+) -> None:
+    source, out = tiny.write_jsonl(tmp_path / "x.jsonl", questions(6)), tmp_path / "out.jsonl"
+    assert regenerate(source, out, target).exit_code == 0
+    whole = out.read_text().splitlines(keepends=True)
+    out.write_text("".join([*whole[:2], damage(whole[2]), *whole[3:]]))
+    result = regenerate(source, out, target)
+    assert result.exit_code == 0
+    assert "1 damaged (line 3)" in result.output
+    lines = out.read_text().splitlines(keepends=True)
+    assert [*lines[:2], lines[6], *lines[3:6]] == whole
 
 
 def test_samples_depend_on_the_seed_and_not_on_the_batch(target: Path, tmp_path: Path) -> None:

@@ -192,6 +192,9 @@ def test_a_damaged_canary_is_unknown_and_left_out_of_a_standard_dataset(captured
     result = eyas("check", captured)
     assert result.exit_code == 0
     assert "1 of its canaries cannot be read" in result.stdout
+    verified = eyas("inspect", captured, "--verify")
+    assert verified.exit_code == 1
+    assert "canaries/shards/x-0-000000.safetensors" in verified.output
     standardized = eyas("standardize", captured, tmp_path / "standard")
     assert standardized.exit_code == 0, standardized.output
     assert "this canary is left out" in standardized.stderr
@@ -209,6 +212,8 @@ def test_a_dataset_from_before_there_were_any_is_resumed_and_checked(inputs: Pat
     assert result.exit_code == 0
     assert "1 by 1 worker, 1 build" in line(result)
     assert "old-0 captured samples and no canary" in result.stdout
+    shutil.rmtree(out / "canaries")
+    assert "none, of 2 workers" in eyas("check", out).stdout
 
 
 def test_a_kill_while_they_are_written_leaves_nothing_behind(inputs: Path, tmp_path: Path) -> None:

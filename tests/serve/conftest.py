@@ -35,6 +35,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def folder(tmp_path: Path, engines: Path) -> Iterator[Folder]:
     """A folder to serve from; whatever a failing test leaves running is killed."""
     (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("{}")
     made = Folder(tmp_path / "serving", tmp_path / "target", free_port())
     yield made
     for process in made.seen:

@@ -107,6 +107,20 @@ def test_a_reading_that_may_be_wrong_is_not_served(folder: Folder, target: Path,
     assert folder.start("--draft", head, "--dataset", dataset).exit_code == 3
 
 
+def test_a_draft_of_another_width_is_not_served_and_a_target_that_is_none_neither(
+    folder: Folder, target: Path, tmp_path: Path
+) -> None:
+    head = draft(tmp_path / "draft", **{IDS: [2, 16, 29]}, target_hidden_size=2 * H)
+    result = folder.start("--draft", head)
+    assert result.exit_code == 3
+    assert f"the draft expects taps of width {2 * H}" in result.stderr
+    assert folder.start().exit_code == 0
+    result = folder.restart("--target", tmp_path)
+    assert result.exit_code == 2
+    assert "no config.json there" in result.stderr
+    assert folder.status()["condition"] == "healthy"
+
+
 def test_a_refused_draft_leaves_the_running_server_alone(
     folder: Folder, target: Path, dataset: Path, tmp_path: Path
 ) -> None:

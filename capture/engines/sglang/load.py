@@ -78,6 +78,8 @@ _REFUSED = {
     "cuda_graph_config": "the model runs eagerly: a graph would not call the hooks",
     "cuda_graph_backend_prefill": "the model runs eagerly: a graph would not call the hooks",
     "enable_lora": "the target is captured as it is",
+    "json_model_override_args": "it makes another model of the target: change the config.json of a copy of it, and "
+    "capture that",
     "lora_paths": "the target is captured as it is",
     "is_embedding": "the target generates",
     "disaggregation_mode": "what another engine computed could not be captured",

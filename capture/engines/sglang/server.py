@@ -114,5 +114,6 @@ class Server:
         tasks = asyncio.all_tasks(loop)  # SGLang's own, which wait for messages that no longer come
         for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        if tasks:  # a gather of none belongs to no loop
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.close()

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -143,7 +143,7 @@ class VllmEngine:
         Raises SelfTestError.
         """
         running, settings = self._loaded, self._settings
-        samples = usable_probe(probe, self._outline)
+        samples = usable_probe(probe, replace(self._outline, max_positions=self.max_positions))
         facts = running.facts
         if settings.target_statistics and facts.head_error:
             raise SelfTestError(facts.head_error)

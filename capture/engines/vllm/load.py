@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from eyas.capture.engines.base import EngineSettings, TargetOutline
 from eyas.capture.engines.transformers.load import hash_weights, read_outline
 from eyas.capture.errors import TargetError
@@ -86,11 +88,22 @@ _REFUSED = {
     "runner": "the target generates",
     "enable_dbo": "a forward in halves would mix the rows",
     "skip_tokenizer_init": "eyas gives tokens",
+    "hf_overrides": "it makes another model of the target: change the config.json of a copy of it, and capture that",
+    "hf_config_path": "it makes another model of the target: put the config.json into a copy of it, and capture that",
 }
 CAPTURE = Rules(command="capture", decided={**DECIDED, "max_num_batched_tokens": "--batch-tokens"}, refused=_REFUSED)
 
 # What vLLM raises where it does not start.
-_DOES_NOT_START = (ValueError, RuntimeError, OSError, NotImplementedError, AssertionError, ImportError, KeyError)
+_DOES_NOT_START = (
+    ValueError,
+    RuntimeError,
+    OSError,
+    NotImplementedError,
+    AssertionError,
+    ImportError,
+    KeyError,
+    SafetensorError,
+)
 _SHORT = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",
