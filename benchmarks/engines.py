@@ -57,7 +57,8 @@ class Theirs:
         }
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.target, "--port",
-            options.port, "--max-model-len", options.max_tokens + 16, "--enforce-eager", "--max-num-batched-tokens",
+            options.port, "--max-model-len", options.max_tokens + 16, "--enforce-eager", "--no-enable-prefix-caching",
+            "--max-num-batched-tokens",
             options.batch_tokens, "--kv-transfer-config", json.dumps(transfer), "--speculative-config",
             json.dumps(extract),
         ]  # fmt: skip
