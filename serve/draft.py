@@ -7,6 +7,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from eyas.align.checks.shapes import compare_hidden_size
 from eyas.align.checks.subject import TargetFolder
 from eyas.align.draft import Draft, read_draft
 from eyas.align.engine import Engine
@@ -55,18 +56,9 @@ def _fits(draft: Draft, target: TargetFolder) -> list[Finding]:
     """What can be said of the draft's widths without a dataset: engines load some that do not fit, and end at the first
     request."""
     findings = []
-    width, wanted = target.text.get("hidden_size"), draft.config.target_hidden_size
-    if isinstance(width, int) and width != wanted:
-        findings.append(
-            Finding(
-                check="hidden size",
-                status="mismatch",
-                found=f"the draft expects taps of width {wanted}",
-                expected=f"{width}, the hidden size of {target.path}",
-                consequence="the draft belongs to another target: its first matrix product fails",
-                mend="give the draft of this target",
-            )
-        )
+    width = target.text.get("hidden_size")
+    if isinstance(width, int):
+        findings.append(compare_hidden_size(draft, width, f"the hidden size of {target.path}"))
     if draft.tensors and draft.find("fc.weight") is None:
         findings.append(
             Finding(

@@ -16,7 +16,7 @@ def check_shapes(subject: Subject) -> list[Finding]:
     if subject.draft is None:
         return []
     return [
-        _hidden_size(subject, subject.draft),
+        compare_hidden_size(subject.draft, subject.identity.hidden_size, "the captured target's hidden size"),
         *_fc(subject, subject.draft),
         *_vocabulary_size(subject, subject.draft),
         *_heads(subject.draft),
@@ -25,17 +25,18 @@ def check_shapes(subject: Subject) -> list[Finding]:
     ]
 
 
-def _hidden_size(subject: Subject, draft: Draft) -> Finding:
-    captured, wanted = subject.identity.hidden_size, draft.config.target_hidden_size
-    if captured == wanted:
-        return Finding(check="hidden size", status="ok", found=f"{captured}")
+def compare_hidden_size(draft: Draft, width: int, whose: str) -> Finding:
+    """The width of a tap that ``draft`` expects, in channels, against ``width``; ``whose`` says what that is."""
+    wanted = draft.config.target_hidden_size
+    if width == wanted:
+        return Finding(check="hidden size", status="ok", found=f"{width}")
     return Finding(
         check="hidden size",
         status="mismatch",
         found=f"the draft expects taps of width {wanted}",
-        expected=f"{captured}, the captured target's hidden size",
+        expected=f"{width}, {whose}",
         consequence="the draft belongs to another target: its first matrix product fails",
-        mend=f'"target_hidden_size": {captured} if only the config is wrong, else another draft',
+        mend=f'"target_hidden_size": {width} if only the config is wrong, else another draft',
     )
 
 
