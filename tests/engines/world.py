@@ -52,6 +52,8 @@ MLA = {
     "scoring_func": "sigmoid",
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+# By a target's name what the live checks are made of.
+LIVE_TAPS = {"llama": "after:1,after:2,after:5", "qwen3_moe": "after:0,after:1,after:2"}
 
 
 @dataclass(frozen=True)

@@ -7,30 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.world import World, capture, checked, write_draft
+from tests.engines.world import LIVE_TAPS, World, checked, write_draft
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 Worlds = Callable[[str], World]
-TAPS = {"llama": "after:1,after:2,after:5", "qwen3_moe": "after:0,after:1,after:2"}
 FAULTY = Path(__file__).with_name("faulty.py")
 ON_CPU = (
     "--", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
     "--max-total-tokens", 2048, "--mem-fraction-static", 0.2,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def datasets(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("datasets")
-
-    def get(name: str) -> Path:
-        if not (folder / name).exists():
-            result = capture(worlds(name), folder / name, "--taps", TAPS[name])
-            assert result.returncode == 0, result.stderr
-        return folder / name
-
-    return get
 
 
 @pytest.mark.parametrize(("name", "num_replayed"), [("llama", 2), ("qwen3_moe", 0)])
@@ -43,7 +29,7 @@ def test_what_sglang_feeds_and_computes_is_what_was_captured(
     status, findings = checked(world, dataset, *options, *ON_CPU)
     assert status == 0
     told = {finding["check"]: finding for finding in findings}
-    for n, tap in enumerate(TAPS[name].split(",")):
+    for n, tap in enumerate(LIVE_TAPS[name].split(",")):
         assert told[f"live slot {n}"]["status"] == "ok"
         assert f"feeds {tap}: 0.00% away" in told[f"live slot {n}"]["found"]
         assert not num_replayed or told[f"replay slot {n}"]["found"].startswith(f"{tap}: 0.00% away")
