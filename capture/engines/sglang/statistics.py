@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from eyas.capture.engines.reduce_logits import reduce_logits, rows_at_once
 from eyas.capture.engines.transformers.statistics import CHUNK_LOGITS
 
 if TYPE_CHECKING:
@@ -42,16 +43,14 @@ class PartialHead:
         largest = torch.empty(len(final), dtype=torch.float32, device=final.device)
         top1 = torch.empty(len(final), dtype=torch.int32, device=final.device)
         lse = torch.empty(len(final), dtype=torch.float32, device=final.device)
-        step = max(1, CHUNK_LOGITS // max(1, self._num_entries))
+        step = rows_at_once(CHUNK_LOGITS, self._num_entries)
         for start in range(0, len(final), step):
             rows = slice(start, start + step)
             if self._num_entries == 0:  # more ranks than the vocabulary needs
                 largest[rows], top1[rows], lse[rows] = float("-inf"), self._first, float("-inf")
                 continue
-            logits = self._logits(final[rows])  # [step, V]
-            largest[rows], index = logits.max(-1)
+            largest[rows], index, lse[rows] = reduce_logits(self._logits(final[rows]))  # [step] each
             top1[rows] = index.int() + self._first
-            lse[rows] = logits.logsumexp(-1)
         if self._num_parts == 1:
             return top1, lse
         return self._combined(largest, top1, lse)
@@ -61,9 +60,8 @@ class PartialHead:
         logits = logits[:, : self._num_entries]
         if self._processor.logit_scale is not None:
             logits = logits * self._processor.logit_scale
-        logits = logits.float()
         cap = self._processor.final_logit_softcapping
-        return (logits / cap).tanh() * cap if cap else logits  # type: ignore[no-any-return]
+        return (logits.float() / cap).tanh() * cap if cap else logits  # type: ignore[no-any-return]
 
     def _combined(self, largest: Tensor, top1: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of all ranks as one. Ids stay exact: those of a vocabulary fit a float64."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.capture.engines.base import TargetOutline
+from eyas.capture.engines.reduce_logits import reduce_logits, rows_at_once
 from eyas.capture.engines.transformers.load import text_config
 from eyas.capture.engines.transformers.locate import TextStack, last_hidden_state, probe_ids
 
@@ -56,11 +57,10 @@ class Head:
 
         top1 = torch.empty(len(final), dtype=torch.int32, device=final.device)
         lse = torch.empty(len(final), dtype=torch.float32, device=final.device)
-        step = max(1, CHUNK_LOGITS // self.vocab_size)
+        step = rows_at_once(CHUNK_LOGITS, self.vocab_size)
         for start in range(0, len(final), step):
-            logits = self.logits(final[start : start + step]).float()  # [step, V]
-            top1[start : start + step] = logits.argmax(-1)
-            lse[start : start + step] = logits.logsumexp(-1)
+            rows = slice(start, start + step)
+            _, top1[rows], lse[rows] = reduce_logits(self.logits(final[rows]))  # [step] each
         return top1, lse
 
 

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from eyas.capture.engines.reduce_logits import reduce_logits, rows_at_once
 from eyas.capture.errors import TargetError
 from eyas.capture.pump import Piece
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Logits that exist at one time on a worker. On a GPU 2**28 of them are 512 MiB in bfloat16, and 1 GiB as float32
-# probabilities; on a CPU they should stay near the cache.
+# Logits that exist at one time on a worker. On a GPU 2**28 of them are 512 MiB in bfloat16; on a CPU they should stay
+# near the cache.
 CHUNK_LOGITS = {"cuda": 2**28, "cpu": 2**22}
 
 
@@ -43,16 +44,13 @@ class Head:
         import torch
 
         parts = torch.empty(len(final), 3, dtype=torch.float32, device=final.device)  # largest, its id, logsumexp
-        step = max(1, CHUNK_LOGITS[final.device.type] // max(1, self._num_ids))
+        step = rows_at_once(CHUNK_LOGITS[final.device.type], self._num_ids)
         for start in range(0, len(final), step):
-            logits = self._logits(final[start : start + step])  # [step, V]
-            largest, index = logits.max(-1)
+            largest, index, lse = reduce_logits(self._logits(final[start : start + step]))  # [step] each
             part = parts[start : start + step]
             part[:, 0] = largest
             part[:, 1] = index + self._first_id  # exact up to 2**24
-            # One pass that also converts: log p(top1) = largest - logsumexp.
-            log_p = torch.log_softmax(logits, -1, dtype=torch.float32)  # [step, V]
-            part[:, 2] = largest.float() - log_p.gather(1, index.unsqueeze(1))[:, 0]
+            part[:, 2] = lse
         if self._tp_size > 1:
             from vllm.distributed import get_tp_group
 
