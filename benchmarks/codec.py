@@ -92,8 +92,15 @@ def eyas(samples: list[Bytes], repeats: int) -> tuple[int, float, float, bool]:
     codec, row_bytes = CODECS["zstd"], samples[0].shape[1]
     offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
     with ThreadPoolExecutor(1) as pool:
-        stored = codec.encode("features", samples, pool)
-        compress = seconds(lambda: codec.encode("features", samples, pool), repeats)
+
+        def encode() -> dict[str, list[Bytes]]:
+            encoder = codec.Encoder("features", pool)
+            for sample in samples:
+                encoder.add(sample)
+            return encoder.finish()
+
+        stored = encode()
+        compress = seconds(encode, repeats)
     tensors = {name: np.concatenate([piece.reshape(-1) for piece in pieces]) for name, pieces in stored.items()}
 
     def decode() -> Iterator[Bytes]:

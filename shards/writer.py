@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from eyas.shards.atomic import TEMPORARY_PREFIX, fsync_folder, start_writeback
-from eyas.shards.codec import CODECS
+from eyas.shards.codec import CODECS, Encoder
 from eyas.shards.errors import ShardError, ShardWriteError
 from eyas.shards.identity import DatasetIdentity
 from eyas.shards.layout import ITEMSIZE_BYTES, TensorSpec, build_header, in_file_order, shard_metadata, tensor_specs
@@ -42,11 +42,12 @@ class ShardWriter:
     """Writes the shards of one worker. Use as a context manager: a clean exit closes, an exception aborts.
 
     Holds the worker's name exclusively (HeldError otherwise). Memory: the shard that fills, ``seals_at_once`` being
-    sealed, and one sample. With codec zstd, the encoded bytes of those being sealed come on top.
+    sealed, and one sample. Codec zstd encodes samples as they come, and lets go of each when it is.
 
     metadata: strings of the engine (build, tensor-parallel size, host, ...), kept in each shard. verify: each shard is
-    read back and validated before it gets its name. lazy: where their statistics are not given, samples are read when
-    their shard is sealed and not before; for tensors that are mapped from files, which then are never in memory twice.
+    read back and validated before it gets its name. lazy: where their statistics are not given, they are computed when
+    the shard is sealed and not before, and codec raw reads a sample no earlier than that; for tensors that are mapped
+    from files, which then are never in memory twice.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class ShardWriter:
         self._codec_pool = ThreadPoolExecutor(codec_threads, thread_name_prefix="eyas-codec")
         self._sealers = ThreadPoolExecutor(seals_at_once, thread_name_prefix="eyas-seal")
         self._sealing: deque[Future[SealedShard]] = deque()
-        self._next = _Filling()
+        self._next = self._new_filling()
         self._closed = False
 
     def add(self, sample: Sample, statistics: Tensor | None = None) -> list[SealedShard]:
@@ -89,7 +90,7 @@ class ShardWriter:
         self._check(sample)
         sealed: list[SealedShard] = []
         num_bytes = sum(tensor.nbytes for tensor in _tensors(sample).values())
-        if self._next.samples and self._next.num_bytes + num_bytes > self._shard_bytes:
+        if self._next.sample_ids and self._next.num_bytes + num_bytes > self._shard_bytes:
             sealed += self._seal_next()
         if sample.sample_id in self._next.sample_ids:
             raise ValueError(f"sample {sample.sample_id} is in this shard already")
@@ -110,7 +111,7 @@ class ShardWriter:
         if self._closed:
             return []
         try:
-            sealed = self._seal_next() if self._next.samples else []
+            sealed = self._seal_next() if self._next.sample_ids else []
             return sealed + self._wait(until=0)
         finally:
             self.abort()
@@ -120,9 +121,9 @@ class ShardWriter:
         if self._closed:
             return
         self._closed = True
-        self._next = _Filling()
+        self._next = self._new_filling()
         self._sealers.shutdown(wait=True)
-        self._codec_pool.shutdown(wait=True)
+        self._codec_pool.shutdown(wait=True, cancel_futures=True)
         self._sealing.clear()
         self._ledger.close()
 
@@ -164,10 +165,14 @@ class ShardWriter:
             rows.append(tap_statistics(sample.last_hidden.unsqueeze(1)))
         return torch.cat(rows)
 
+    def _new_filling(self) -> _Filling:
+        codec = CODECS[self._identity.codec]
+        return _Filling({name: codec.Encoder(name, self._codec_pool) for name in self._identity.wide_tensors})
+
     def _seal_next(self) -> list[SealedShard]:
         """Hand the filled shard to a sealing thread, once one is free."""
         sealed = self._wait(until=self._seals_at_once - 1)
-        filled, self._next = self._next, _Filling()
+        filled, self._next = self._next, self._new_filling()
         before = self._sealing[-1] if self._sealing else None
         self._sealing.append(self._sealers.submit(self._seal, filled, self._ledger.next_seq, before))
         self._ledger.next_seq += 1
@@ -185,15 +190,12 @@ class ShardWriter:
         """Make ``filled`` durable. Its ledger line follows that of the shard ``before``, however long that takes."""
         name = self._ledger.shard_name(seq)
         path, temporary = self._folder / name, self._folder / f"{TEMPORARY_PREFIX}{name}"
-        totals = [
-            self._statistics(sample) if known is None else known
-            for sample, known in zip(filled.samples, filled.statistics, strict=True)
-        ]
-        stored = self._encode(filled)
-        num_tokens = sum(sample.num_tokens for sample in filled.samples)
-        trained = [int(np.count_nonzero(sample.loss_mask.numpy())) for sample in filled.samples]
+        totals = [self._statistics(known) if isinstance(known, Sample) else known for known in filled.statistics]
+        stored = filled.stored()
+        num_tokens = sum(filled.lengths)
+        trained = [int(np.count_nonzero(mask)) for mask in filled.narrow["loss_mask"]]
         statistics = summarize(totals, self._tap_names(), num_tokens, self._identity.hidden_size)
-        specs = _specs(tensor_specs(self._identity, len(filled.samples), num_tokens), stored)
+        specs = _specs(tensor_specs(self._identity, len(filled.lengths), num_tokens), stored)
         metadata = shard_metadata(
             self._identity,
             sample_ids=list(filled.sample_ids),
@@ -243,23 +245,6 @@ class ShardWriter:
             ) from error
         return shard
 
-    def _encode(self, filled: _Filling) -> dict[str, list[npt.NDArray[np.uint8]]]:
-        """The bytes of every tensor, in pieces. The wide ones of codec raw are the samples' own memory, and may have
-        gaps between their rows."""
-        samples = [_tensors(sample) for sample in filled.samples]
-        lengths = [sample.num_tokens for sample in filled.samples]
-        stored = {"offsets": [np.concatenate([[0], np.cumsum(lengths)]).astype("<i8").view(np.uint8)]}
-        codec = CODECS[self._identity.codec]
-        for name in samples[0]:
-            rows = [_bytes(sample[name]) for sample in samples]  # uint8 [T_n, row_bytes] each
-            if self._identity.codec != "raw":
-                rows = [np.ascontiguousarray(row) for row in rows]
-            if name in self._identity.wide_tensors:
-                stored |= codec.encode(name, rows, self._codec_pool)
-            else:
-                stored[name] = [np.concatenate(rows).reshape(-1)]
-        return stored
-
     def _tap_names(self) -> list[str]:
         return [str(tap) for tap in self._identity.taps] + ["last_hidden"] * (self._identity.last_hidden is not None)
 
@@ -267,20 +252,36 @@ class ShardWriter:
 class _Filling:
     """The shard that is being filled."""
 
-    def __init__(self) -> None:
-        self.samples: list[Sample] = []
-        self.statistics: list[Tensor | None] = []
+    def __init__(self, encoders: Mapping[str, Encoder]) -> None:
+        self._encoders = encoders  # of the wide tensors
+        self.narrow: dict[str, list[npt.NDArray[np.uint8]]] = {}  # the others: uint8 [T_n, row_bytes] of each sample
+        self.lengths: list[int] = []
+        self.statistics: list[Tensor | Sample] = []  # the sample, where they are still to be computed
         self.sample_ids: dict[str, None] = {}  # ordered
         self.num_bytes = 0
         self.started_at = 0.0
 
     def add(self, sample: Sample, statistics: Tensor | None, num_bytes: int) -> None:
-        if not self.samples:
+        if not self.sample_ids:
             self.started_at = time.time()
-        self.samples.append(sample)
-        self.statistics.append(statistics)
         self.sample_ids[sample.sample_id] = None
+        self.lengths.append(sample.num_tokens)
+        self.statistics.append(sample if statistics is None else statistics)
         self.num_bytes += num_bytes
+        for name, tensor in _tensors(sample).items():
+            if name in self._encoders:
+                self._encoders[name].add(_bytes(tensor))
+            else:
+                self.narrow.setdefault(name, []).append(_bytes(tensor))
+
+    def stored(self) -> dict[str, list[npt.NDArray[np.uint8]]]:
+        """The bytes of every tensor, in pieces. The wide ones of codec raw are the samples' own memory, and may have
+        gaps between their rows."""
+        stored = {"offsets": [np.concatenate([[0], np.cumsum(self.lengths)]).astype("<i8").view(np.uint8)]}
+        stored |= {name: [np.concatenate(rows).reshape(-1)] for name, rows in self.narrow.items()}
+        for encoder in self._encoders.values():
+            stored |= encoder.finish()
+        return stored
 
 
 def _tensors(sample: Sample) -> dict[str, Tensor]:

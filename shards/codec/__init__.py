@@ -5,7 +5,7 @@ Codecs see bytes, not tensors: a sample's rows as uint8 [T_n, row_bytes], where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import Protocol
 
@@ -17,6 +17,17 @@ from eyas.shards.codec import raw, zstd
 Bytes = npt.NDArray[np.uint8]
 
 
+class Encoder(Protocol):
+    """What each module's Encoder does: one tensor of one shard."""
+
+    def add(self, rows: Bytes) -> None:
+        """The next sample's rows, uint8 [T_n, row_bytes], with gaps between them or without; not to be changed any
+        more."""
+
+    def finish(self) -> dict[str, list[Bytes]]:
+        """The bytes of each stored tensor, in pieces."""
+
+
 class Codec(Protocol):
     """What each module of this folder has. ``name`` is features or last_hidden."""
 
@@ -25,8 +36,8 @@ class Codec(Protocol):
     ) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The safetensors tensors that hold ``name``: dtype and shape of each; a size of -1 depends on the bytes."""
 
-    def encode(self, name: str, samples: Sequence[Bytes], pool: Executor) -> dict[str, list[Bytes]]:
-        """The bytes of each stored tensor, in pieces, from each sample's rows, uint8 [T_n, row_bytes], C-contiguous."""
+    def Encoder(self, name: str, pool: Executor) -> Encoder:
+        """Encodes ``name`` of one shard, in ``pool``."""
 
     def check(self, name: str, tensors: Mapping[str, Bytes], offsets: npt.NDArray[np.int64], row_bytes: int) -> None:
         """Prove that every sample can be located, from the index alone. Raises ValueError.

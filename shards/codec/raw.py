@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
 
 import numpy as np
@@ -15,10 +15,18 @@ def stored(
     return {name: (dtype, (num_tokens, width))}
 
 
-def encode(
-    name: str, samples: Sequence[npt.NDArray[np.uint8]], pool: Executor
-) -> dict[str, list[npt.NDArray[np.uint8]]]:
-    return {name: list(samples)}
+class Encoder:
+    """One tensor of one shard: its samples' own memory."""
+
+    def __init__(self, name: str, pool: Executor) -> None:
+        self._name = name
+        self._samples: list[npt.NDArray[np.uint8]] = []
+
+    def add(self, rows: npt.NDArray[np.uint8]) -> None:
+        self._samples.append(rows)
+
+    def finish(self) -> dict[str, list[npt.NDArray[np.uint8]]]:
+        return {self._name: self._samples}
 
 
 def check(

@@ -18,17 +18,21 @@ idea; the difference from a per-channel median is what takes it from 1.42x to 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=8)
-# Of a shard, evenly spread. No shard is encoded before its medians are known: 512 rows took four times as long and made
-# SmolLM2's states 0.08 % smaller.
+# Evenly spread over a shard's first rows, of which these are waited for. No sample is encoded before the medians are
+# known: of 512 rows instead of 128 they took four times as long and made SmolLM2's states 0.08 % smaller.
 _MEDIAN_ROWS = 128
-_BLOCK_ELEMENTS = 1 << 18  # planes are split and joined by blocks that stay in cache
+_ROWS_BEFORE_MEDIANS = 512
+# Planes are split and joined by blocks. Smaller ones stay in a core's own cache, but every operation on one is a moment
+# in which all threads want Python's lock: with 2**18, eight threads held up the forward that ran beside them.
+_SPLIT_ELEMENTS = 1 << 21
+_JOIN_ELEMENTS = 1 << 18
 
 
 def stored(
@@ -41,22 +45,45 @@ def stored(
     }
 
 
-def encode(
-    name: str, samples: Sequence[npt.NDArray[np.uint8]], pool: Executor
-) -> dict[str, list[npt.NDArray[np.uint8]]]:
-    medians = _channel_medians([sample.view("<u2") for sample in samples])
-    pieces: list[npt.NDArray[np.uint8]] = []
-    frames = np.empty((len(samples), 3), dtype="<i8")
-    position = 0
-    for n, (frame, signs) in enumerate(pool.map(lambda sample: _encode_sample(sample.view("<u2"), medians), samples)):
-        frames[n] = position, len(frame), position + len(frame)
-        position += len(frame) + signs.size
-        pieces += [np.frombuffer(frame, dtype=np.uint8), signs.reshape(-1)]
-    return {
-        f"{name}.frames": [frames.reshape(-1).view(np.uint8)],
-        f"{name}.medians": [medians],
-        f"{name}.zst": pieces,
-    }
+class Encoder:
+    """One tensor of one shard: samples are encoded in ``pool`` as they come, against the medians of the first ones."""
+
+    def __init__(self, name: str, pool: Executor) -> None:
+        self._name = name
+        self._pool = pool
+        self._waiting: list[npt.NDArray[np.uint16]] = []  # for enough rows to tell the medians
+        self._medians: Future[npt.NDArray[np.uint8]] | None = None
+        self._encoded: list[Future[tuple[bytes, npt.NDArray[np.uint8]]]] = []
+
+    def add(self, rows: npt.NDArray[np.uint8]) -> None:
+        self._waiting.append(rows.view("<u2"))
+        if self._medians is not None or sum(map(len, self._waiting)) >= _ROWS_BEFORE_MEDIANS:
+            self._begin()
+
+    def finish(self) -> dict[str, list[npt.NDArray[np.uint8]]]:
+        medians = self._begin()
+        pieces: list[npt.NDArray[np.uint8]] = []
+        frames = np.empty((len(self._encoded), 3), dtype="<i8")
+        position = 0
+        for n, encoded in enumerate(self._encoded):
+            frame, signs = encoded.result()
+            frames[n] = position, len(frame), position + len(frame)
+            position += len(frame) + signs.size
+            pieces += [np.frombuffer(frame, dtype=np.uint8), signs.reshape(-1)]
+        return {
+            f"{self._name}.frames": [frames.reshape(-1).view(np.uint8)],
+            f"{self._name}.medians": [medians.result()],
+            f"{self._name}.zst": pieces,
+        }
+
+    def _begin(self) -> Future[npt.NDArray[np.uint8]]:
+        """Have what waits encoded. Gives the medians."""
+        if self._medians is None:
+            # Before what waits for it: a pool starts its work in the order it got it, so it never waits in vain.
+            self._medians = self._pool.submit(_channel_medians, list(self._waiting))
+        self._encoded += [self._pool.submit(_encode_sample, rows, self._medians) for rows in self._waiting]
+        self._waiting.clear()
+        return self._medians
 
 
 def check(
@@ -109,9 +136,11 @@ def _channel_medians(samples: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[n
     return np.ascontiguousarray(exponents[:, middle])
 
 
-def _encode_sample(rows: npt.NDArray[np.uint16], medians: npt.NDArray[np.uint8]) -> tuple[bytes, npt.NDArray[np.uint8]]:
+def _encode_sample(
+    rows: npt.NDArray[np.uint16], medians: Future[npt.NDArray[np.uint8]]
+) -> tuple[bytes, npt.NDArray[np.uint8]]:
     """rows: bfloat16 as uint16 [T, W] -> the frame of its exponents, and its signs and mantissas, uint8 [T, W]."""
-    exponents, signs = _split_planes(rows, medians)
+    exponents, signs = _split_planes(rows, medians.result())
     return zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(exponents), signs  # type: ignore[arg-type]
 
 
@@ -121,21 +150,17 @@ def _split_planes(
     """uint16 [T, W] -> exponents minus medians, and signs with mantissas: uint8 [T, W] each."""
     num_tokens, width = rows.shape
     exponents, signs = np.empty((num_tokens, width), np.uint8), np.empty((num_tokens, width), np.uint8)
-    step = max(1, _BLOCK_ELEMENTS // width)
-    wide, narrow = np.empty((step, width), np.uint16), np.empty((step, width), np.uint8)
+    step = max(1, _SPLIT_ELEMENTS // width)
+    upper = np.empty((step, width), np.uint8)
     for start in range(0, num_tokens, step):
         block = rows[start : start + step]  # [t, W]
-        t = len(block)
-        np.right_shift(block, 7, out=wide[:t])
-        np.copyto(narrow[:t], wide[:t], casting="unsafe")  # drops the sign above the exponent
-        np.subtract(narrow[:t], medians, out=exponents[start : start + t])
-        np.right_shift(block, 8, out=wide[:t])
-        np.bitwise_and(wide[:t], 0x80, out=wide[:t])
-        np.copyto(narrow[:t], wide[:t], casting="unsafe")
-        target = signs[start : start + t]
-        np.copyto(target, block, casting="unsafe")
-        np.bitwise_and(target, 0x7F, out=target)
-        np.bitwise_or(target, narrow[:t], out=target)
+        exponent, sign, high = exponents[start : start + step], signs[start : start + step], upper[: len(block)]
+        np.right_shift(block, 7, out=exponent, casting="unsafe")  # the cast drops the sign above the exponent
+        np.subtract(exponent, medians, out=exponent)
+        np.right_shift(block, 8, out=high, casting="unsafe")
+        np.bitwise_and(high, 0x80, out=high)
+        np.bitwise_and(block, 0x7F, out=sign, casting="unsafe")
+        np.bitwise_or(sign, high, out=sign)
     return exponents, signs
 
 
@@ -145,7 +170,7 @@ def _join_planes(
     """The inverse of _split_planes, as bytes: uint8 [T, 2W]."""
     num_tokens, width = signs.shape
     rows = np.empty((num_tokens, width), dtype="<u2")
-    step = max(1, _BLOCK_ELEMENTS // width)
+    step = max(1, _JOIN_ELEMENTS // width)
     wide, narrow = np.empty((step, width), np.uint16), np.empty((step, width), np.uint8)
     for start in range(0, num_tokens, step):
         block = rows[start : start + step]  # [t, W]

@@ -26,7 +26,10 @@ Bytes = npt.NDArray[np.uint8]
 
 def stored(codec: str, samples: list[Bytes], threads: int = 1) -> dict[str, Bytes]:
     with ThreadPoolExecutor(threads) as pool:
-        pieces = CODECS[codec].encode("features", samples, pool)
+        encoder = CODECS[codec].Encoder("features", pool)
+        for sample in samples:
+            encoder.add(sample)
+        pieces = encoder.finish()
     return {name: np.concatenate([piece.reshape(-1) for piece in parts]) for name, parts in pieces.items()}
 
 
@@ -64,6 +67,19 @@ def test_blocks_of_many_rows_survive() -> None:
     sample = np.random.default_rng(0).integers(0, 256, (2000, 2 * 333), dtype=np.uint8)
     tensors = stored("zstd", [sample])
     assert np.array_equal(CODECS["zstd"].decode("features", tensors, bounds([sample]), 666, 0, slice(0, 2000)), sample)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_samples_that_come_before_and_after_the_medians_survive(codec: str, threads: int) -> None:
+    """Long and short ones, and rows with gaps between them, as slices of a wider batch have."""
+    generator = np.random.default_rng(0)
+    lengths = [1, 300, 7, 900, 2, 1500, 1]
+    samples = [generator.integers(0, 256, (length, 3 * 64), dtype=np.uint8)[:, 64:128] for length in lengths]
+    tensors, offsets = stored(codec, samples, threads), bounds(samples)
+    CODECS[codec].check("features", tensors, offsets, 64)
+    for n, sample in enumerate(samples):
+        found = CODECS[codec].decode("features", tensors, offsets, 64, n, slice(0, len(sample)))
+        assert np.array_equal(found, sample), n
 
 
 def test_exponents_near_a_channels_median_compress() -> None:
