@@ -13,40 +13,47 @@ if TYPE_CHECKING:
 # Columns of tap_statistics.
 SUM_NORM, MAX_ABS, ZEROS, NONFINITE = range(4)
 
-_CHUNK_ELEMENTS = 1 << 24  # bounds the temporaries
-_CPU_CHUNK_ELEMENTS = 1 << 19  # keeps them in cache
+_LARGEST = float(np.finfo(np.float32).max)
+_CHUNK_ELEMENTS = 1 << 19  # on a CPU: keeps the temporaries in cache
 
 
 def tap_statistics(features: Tensor) -> Tensor:
     """Per tap: sum of row norms, max abs, count of zeros, count of NaN and Inf.
 
-    features [T, A, H] of any float dtype, on any device -> float64 [A, 4] there. Row norms are L2 in float32; a row
-    that holds a NaN or an Inf is left out of the norms and the maximum. Nothing here waits for the device.
+    features [T, A, H] of any float dtype, on a CPU or a GPU -> float64 [A, 4] there. Row norms are L2 in float32; a row
+    that holds a NaN or an Inf is left out of the norms and the maximum. Nothing here waits for a GPU.
     """
     import torch
 
+    if features.is_cuda:
+        # Where it is used: Triton comes with torch's builds for GPUs alone.
+        from eyas.shards.statistics_triton import row_statistics
+
+        norms, peaks, zeros_of_rows, nonfinite = row_statistics(features)  # [T, A] each
+        finite = nonfinite == 0
+        return torch.stack(
+            [
+                norms.clamp(max=_LARGEST).where(finite, 0).sum(0, dtype=torch.float64),
+                peaks.where(finite, 0).amax(0).double(),
+                zeros_of_rows.sum(0).double(),
+                nonfinite.sum(0).double(),
+            ],
+            dim=1,
+        )
     num_taps, hidden_size = features.shape[1:]
-    total = torch.zeros(num_taps, 4, dtype=torch.float64, device=features.device)  # [A, 4]
-    largest = torch.finfo(torch.float32).max
-    on_cpu = features.device.type == "cpu"
-    step = max(1, (_CPU_CHUNK_ELEMENTS if on_cpu else _CHUNK_ELEMENTS) // (num_taps * hidden_size))
-    scratch = _Scratch(features[:step]) if on_cpu else None
+    total = torch.zeros(num_taps, 4, dtype=torch.float64)  # [A, 4]
+    step = max(1, _CHUNK_ELEMENTS // (num_taps * hidden_size))
+    scratch = _Scratch(features[:step])
     for start in range(0, len(features), step):
         rows = features[start : start + step]  # [t, A, H]
-        if scratch is not None:
-            wide, peaks, zeros = scratch.look(rows)  # [t, A, H], [t, A], [A]
-        else:
-            wide = rows
-            peaks = torch.maximum(rows.amax(-1), -rows.amin(-1)).float()  # [t, A]
-            zeros = (rows == 0).sum((0, 2))  # [A]
+        wide, peaks, zeros = scratch.look(rows)  # [t, A, H], [t, A], [A]
         norms = torch.linalg.vector_norm(wide, dim=-1, dtype=torch.float32)  # [t, A]
         finite = torch.isfinite(peaks)  # [t, A], a peak is NaN where the row holds one
-        total[:, SUM_NORM] += norms.clamp(max=largest).where(finite, 0).sum(0, dtype=torch.float64)
+        total[:, SUM_NORM] += norms.clamp(max=_LARGEST).where(finite, 0).sum(0, dtype=torch.float64)
         total[:, MAX_ABS] = torch.maximum(total[:, MAX_ABS], peaks.where(finite, 0).amax(0).double())
         total[:, ZEROS] += zeros
-        if on_cpu and bool(finite.all()):
-            continue
-        total[:, NONFINITE] += len(rows) * hidden_size - torch.isfinite(wide).sum((0, 2))
+        if not bool(finite.all()):
+            total[:, NONFINITE] += len(rows) * hidden_size - torch.isfinite(wide).sum((0, 2))
     return total
 
 
