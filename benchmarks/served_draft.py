@@ -136,8 +136,11 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--port", type=int, default=8231)
-    parser.add_argument("rest", nargs="*", help="the engine's own options, after --")
-    options = parser.parse_args()
+    arguments, rest = sys.argv[1:], []
+    if "--" in arguments:
+        at = arguments.index("--")
+        arguments, rest = arguments[:at], arguments[at + 1 :]
+    options = parser.parse_args(arguments, argparse.Namespace(rest=rest))  # rest: the engine's own options
     measurement = Measurement(options)
     measurement.serve("draft", ["--draft", options.draft, "--draft-tokens", options.draft_tokens])
     measurement.serve("plain", [])
