@@ -14,7 +14,7 @@ import click
 
 from eyas.capture.engines import ENGINES, ONE_COPY_ENGINES, SERVING_ENGINES, num_processes
 from eyas.cli.main import ARGUMENTS
-from eyas.cli.parameters import duration, format_bytes, size
+from eyas.cli.parameters import duration, format_bytes, model, size
 from eyas.cli.progress import Progress, format_seconds
 from eyas.cli.recipe import dry_run_option, print_dry_run
 from eyas.cli.signals import stop_on_signals
@@ -35,7 +35,7 @@ FIRST_SAMPLES = 8  # sealed and replayed, with --draft, before the rest is captu
 @click.argument("prepared", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE OPTIONS]")
-@click.option("--target", required=True, help="The model that is captured: a folder or a name on the hub.")
+@click.option("--target", type=model, required=True, help="The model that is captured: a folder or a name on the hub.")
 @click.option("--revision", help="The target's revision on the hub.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the target.")
 @click.option("--taps", help="What to store: taps in ascending depth (embed, after:J, final), or 'default'.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eyas.cli.parameters import format_bytes
+from eyas.cli.parameters import format_bytes, model
 from eyas.cli.progress import Progress
 from eyas.shards.identity import IDENTITY_FILE
 from eyas.shards.ledger import LedgerState, Problem, read_ledgers
@@ -33,6 +33,7 @@ _SHOWN = 20  # problems and reasons in the text; --json has all
 @click.option("--sample", metavar="ID|first", help="Show one sample decoded, its trained tokens marked.")
 @click.option(
     "--target",
+    type=model,
     help="The folder or hub name whose tokenizer decodes --sample; default: the dataset's. Of another system's folder: "
     "the model whose layers its numbers are.",
 )

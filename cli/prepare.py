@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from eyas.cli.parameters import model
 from eyas.cli.progress import Progress
 from eyas.cli.recipe import dry_run_option, print_dry_run
 from eyas.taps.errors import EXIT_STOPPED_EARLY
@@ -24,7 +25,9 @@ MOST_WORKERS = 16  # unless asked for: each holds a tokenizer and the libraries 
 @click.command(name="prepare", short_help="Turn conversations into tokens and loss masks.")
 @click.argument("conversations")
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--target", required=True, help="The model that will be captured: a folder or a name on the hub.")
+@click.option(
+    "--target", type=model, required=True, help="The model that will be captured: a folder or a name on the hub."
+)
 @click.option("--revision", help="The target's revision on the hub.")
 @click.option("--trust-remote-code", is_flag=True, help="Run tokenizer code that comes with the target.")
 @click.option("--split", help="Split of a dataset from the hub (default: train) or of a saved one with several.")

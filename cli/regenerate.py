@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from eyas.capture.engines import ENGINES, SERVING_ENGINES
-from eyas.cli.parameters import duration
+from eyas.cli.parameters import duration, model
 from eyas.cli.progress import Progress, format_seconds
 from eyas.cli.recipe import dry_run_option, print_dry_run
 from eyas.cli.signals import stop_on_signals
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.argument("conversations")
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
 @click.argument("engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE OPTIONS]")
-@click.option("--target", required=True, help="The model that answers: a folder or a name on the hub.")
+@click.option("--target", type=model, required=True, help="The model that answers: a folder or a name on the hub.")
 @click.option("--revision", help="The target's revision on the hub.")
 @click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the target.")
 @click.option("--split", help="Split of a dataset from the hub (default: train) or of a saved one with several.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eyas.cli.parameters import format_bytes, size
+from eyas.cli.parameters import format_bytes, model, size
 from eyas.cli.progress import Progress
 from eyas.cli.recipe import dry_run_option, print_dry_run
 from eyas.cli.signals import stop_on_signals
@@ -79,7 +79,11 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option(
     "--from", "from_format", type=click.Choice(READABLE), help="The format of FOREIGN, if it looks like several."
 )
-@click.option("--target", help="FOREIGN's target: a folder or a name on the hub. With --format: whose norm is applied.")
+@click.option(
+    "--target",
+    type=model,
+    help="FOREIGN's target: a folder or a name on the hub. With --format: whose norm is applied.",
+)
 @click.option(
     "--prepared", type=_FOLDER, help="Where the loss masks are that FOREIGN does not keep, found by the tokens."
 )

@@ -142,3 +142,11 @@ def test_wrong_usage_exits_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert "Try '" in result.output
+
+
+@pytest.mark.parametrize("target", ["/no/such", "./nosuch", "../nosuch", "~/nosuch", "no/such/folder"])
+@pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if "--target " in options])
+def test_a_target_that_is_no_folder_is_not_asked_of_the_hub(name: str, target: str) -> None:
+    result = CliRunner().invoke(main, [*name.split(), "--target", target])
+    assert result.exit_code == 2
+    assert f"{target}: no such folder" in result.stderr or f"'{target}' does not exist" in result.stderr
