@@ -10,14 +10,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from eyas.capture.errors import ConversationsError
-from eyas.shards.atomic import fsync_folder, publish_new
+from eyas.shards.atomic import fsync_folder, publish
 
 _ID_START = b'{"id": "'
 _ID_LENGTH = 16
@@ -25,10 +25,14 @@ _ID_LENGTH = 16
 
 class Output:
     """Context manager; ``done`` is the ids of the conversations that are there, ``damaged`` the numbers of lines that
-    cannot be read any more, whose conversations are not among them."""
+    cannot be read any more, whose conversations are not among them.
+
+    The options come with the first conversation: a run that fails before it leaves nothing that another must agree to.
+    """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.path = path
+        self.options_path = path.with_name(path.name + ".options.json")
         self.rejects_path = path.with_name(path.name + ".rejects.jsonl")
         self.done: set[str] = set()
         self.damaged: list[int] = []
@@ -36,45 +40,71 @@ class Output:
         self._opened = ExitStack()
 
     def __enter__(self) -> Output:
-        """Raises ConversationsError where the file is another run's, or is being written."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._same_or_refuse(self._options)
-        with ExitStack() as opened:
-            self._file = opened.enter_context(open(self.path, "a+b", buffering=0))
+        """Raises ConversationsError where the file is another run's, is being written, or cannot be."""
+        with self._writing(), ExitStack() as opened:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._is_new = not self.path.exists()
+            self._file: IO[bytes] = opened.enter_context(open(self.path, "a+b", buffering=0))
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+                is_held = os.fstat(self._file.fileno()).st_nlink == 0  # by a run that removed it as it failed
+            except BlockingIOError:
+                is_held = True
+            if is_held:
                 raise ConversationsError(
                     f"{self.path}: another eyas regenerate is writing there; wait for it or stop it"
-                ) from error
+                )
             fsync_folder(self.path.parent)
-            self._read_done()
-            self._rejects = opened.enter_context(open(self.rejects_path, "w", encoding="utf-8", buffering=1))
+            if self._num_bytes:
+                self._same_or_refuse()
+                self._read_done()
+            self._rejects: IO[bytes] = opened.enter_context(open(self.rejects_path, "wb", buffering=0))
             self._opened = opened.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not self._num_bytes:
+            if self._is_new:
+                self.path.unlink(missing_ok=True)
+            self.options_path.unlink(missing_ok=True)
+            if not os.fstat(self._rejects.fileno()).st_size:
+                self.rejects_path.unlink(missing_ok=True)
         self._opened.close()
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Append ``row``, durably."""
-        self._file.write(json.dumps(row).encode() + b"\n")
-        os.fsync(self._file.fileno())
+        """Append ``row``, durably. Raises ConversationsError where the disk does not take it."""
+        with self._writing():
+            if not self._num_bytes:
+                publish(self.options_path, (json.dumps(self._options, indent=2) + "\n").encode())
+            _write(self._file, row)
+            os.fsync(self._file.fileno())
         self.done.add(row["id"])
 
     def reject(self, *, source: str, row_id: str | None, kind: str, reason: str) -> None:
-        """List a row of the input that cannot be regenerated."""
-        line = {"source": source, "kind": kind, "reason": reason, "id": row_id}
-        self._rejects.write(json.dumps(line) + "\n")
+        """List a row of the input that cannot be regenerated. Raises ConversationsError where the disk is full."""
+        with self._writing():
+            _write(self._rejects, {"source": source, "kind": kind, "reason": reason, "id": row_id})
 
-    def _same_or_refuse(self, options: Mapping[str, Any]) -> None:
-        path = self.path.with_name(self.path.name + ".options.json")
-        if self.path.exists() and self.path.stat().st_size and not path.exists():
+    @property
+    def _num_bytes(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConversationsError(
+                f"{self.path}: cannot be written ({error.strerror or error}). What was written is kept: mend that and "
+                "run the same command again"
+            ) from error
+
+    def _same_or_refuse(self) -> None:
+        path, options = self.options_path, self._options
+        if not path.exists():
             raise ConversationsError(f"{self.path} is there already, and not of eyas regenerate: give another file")
-        if publish_new(path, (json.dumps(options, indent=2) + "\n").encode()):
-            return
         try:
             found = json.loads(path.read_bytes())
         except ValueError as error:
@@ -108,6 +138,13 @@ class Output:
                     )
                 self.done.add(line[len(_ID_START) : len(_ID_START) + _ID_LENGTH].decode())
                 end += len(line)
+
+
+def _write(file: IO[bytes], line: Mapping[str, Any]) -> None:
+    """All of it: a disk that fills up takes a part, and says so only to the next write."""
+    left = json.dumps(line).encode() + b"\n"
+    while left:
+        left = left[file.write(left) :]
 
 
 def _is_whole(line: bytes) -> bool:

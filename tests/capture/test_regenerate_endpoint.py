@@ -268,7 +268,7 @@ def test_another_model_is_refused_by_name(target: Path, asked: Path, tmp_path: P
         assert result.exit_code == 1
         assert f"{server.url} serves 'somebody/else' with another tokenizer than that of --target" in result.stderr
         assert server.questions == []
-    assert rows(tmp_path / "out") == {}
+    assert not (tmp_path / "out").exists()
     with FakeServer(target, model="somebody/else") as server:  # the tokenizer is the target's, the name is not
         result = regenerate(asked, tmp_path / "out", target, server, options=("--max-samples", 1))
         assert result.exit_code == 0
@@ -508,3 +508,62 @@ def test_kills_lose_no_finished_conversation_and_change_none(
         server.delay = lambda: 0.0
         assert regenerate(asked, out, target, server).exit_code == 0
     assert rows(out) == expected
+
+
+def test_a_run_that_fails_before_its_first_answer_leaves_nothing(target: Path, asked: Path, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    out = tmp_path / "here" / "out.jsonl"
+    with FakeServer(_other_tokenizer(tmp_path / "other")) as server:
+        for url in ("http://127.0.0.1:9", server.url):
+            assert regenerate(asked, out, target, url, options=("--seed", 1)).exit_code == 1
+            assert list(out.parent.iterdir()) == []
+    with FakeServer(target) as server:
+        assert regenerate(asked, out, target, server, options=("--seed", 2)).exit_code == 0
+        assert "seed is 2 there and 3 here" in regenerate(asked, out, target, server, options=("--seed", 3)).stderr
+    assert len(rows(out)) == 40
+
+
+def test_a_disk_that_fills_up_is_named_and_the_next_run_goes_on(
+    target: Path, asked: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+    code += "from eyas.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "regenerate", str(asked), str(out), "--target", str(target)]
+    with FakeServer(target) as server:
+        command += ["--max-new-tokens", "10", "--endpoint", server.url]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert f"Error: {out}: cannot be written (File too large). What was written is kept: " in done.stderr
+        assert "Traceback" not in done.stderr
+        assert out.stat().st_size == 5000
+        assert regenerate(asked, out, target, server).exit_code == 0
+    assert rows(out) == expected
+
+
+def test_a_disk_that_is_full(target: Path, asked: Path, tmp_path: Path) -> None:
+    out = tmp_path / "here" / "out.jsonl"
+    out.parent.mkdir()
+    out.symlink_to("/dev/full")
+    with FakeServer(target) as server:
+        result = regenerate(asked, out, target, server)
+    assert result.exit_code == 1
+    assert f"Error: {out}: cannot be written (No space left on device). " in result.stderr
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written(target: Path, asked: Path, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with FakeServer(target) as server:
+        result = regenerate(asked, tmp_path / "locked" / "out.jsonl", target, server)
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'locked' / 'out.jsonl'}: cannot be written (Permission denied)" in result.stderr
+
+
+def test_a_folder_that_is_a_file(target: Path, asked: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with FakeServer(target) as server:
+        result = regenerate(asked, tmp_path / "file" / "out.jsonl", target, server)
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'file' / 'out.jsonl'}: cannot be written (" in result.stderr
