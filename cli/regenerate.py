@@ -70,9 +70,10 @@ def command(**options: Any) -> None:
     """Answer the questions in CONVERSATIONS with --target itself, and append the conversations to the file OUT.
 
     A draft learns to foretell its target, so it is trained on what the target says. CONVERSATIONS is whatever eyas
-    prepare reads; each answer is replaced by the target's own to the conversation so far. OUT is JSON lines that eyas
-    prepare reads, with the very tokens that were generated. A conversation ends with an answer that is cut at
-    --max-new-tokens ("finish": "length"), and before an answer that calls tools.
+    prepare reads; each answer is replaced by the target's own to the conversation so far. Questions alone do, too: at
+    the end of a conversation each user message gets an answer, and so do the "turns" of MT-bench and its like. OUT is
+    JSON lines that eyas prepare reads, with the very tokens that were generated. A conversation ends with an answer
+    that is cut at --max-new-tokens ("finish": "length"), and before an answer that calls tools.
 
     With --engine vllm (pip install 'eyas[vllm]') or sglang (pip install 'eyas[sglang]') that engine answers, started
     with all that makes it serve fast; options after -- are its own. SGLang heeds --seed only with

@@ -86,8 +86,11 @@ class TokenRow:
     row_id: str | None
 
 
-def normalise(row: Any) -> Conversation | TokenRow:
-    """Raises RowError where the row is none of the known forms."""
+def normalise(row: Any, *, to_be_answered: bool = False) -> Conversation | TokenRow:
+    """``to_be_answered``: questions behind the last answer stay, an empty one behind each.
+
+    Raises RowError where the row is none of the known forms.
+    """
     if isinstance(row, list):
         row = {"messages": row}
     if not isinstance(row, Mapping):
@@ -101,6 +104,8 @@ def normalise(row: Any) -> Conversation | TokenRow:
     if row.get("input_ids") is not None:
         return _token_row(row, category, row_id)
     messages, untrained, cut = _messages(row)
+    if to_be_answered:
+        messages = _with_empty_answers(messages)
     notes: Counter[str] = Counter()
     first = next((n for n, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
     # What a leading answer answers is unknown, and most templates refuse it: it is left out, as the field does.
@@ -134,6 +139,14 @@ def normalise(row: Any) -> Conversation | TokenRow:
         except TypeError as error:
             raise RowError("form", f"holds a value that is no JSON ({error})") from error
     return conversation
+
+
+def _with_empty_answers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    answered = 1 + max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    added = messages[:answered]
+    for message in messages[answered:]:
+        added += [message, {"role": "assistant", "content": ""}] if message["role"] == "user" else [message]
+    return added
 
 
 def _messages(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], set[int], set[int]]:

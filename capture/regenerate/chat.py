@@ -25,10 +25,13 @@ class Chat:
     """One conversation on its way."""
 
     def __init__(self, row: Any, source: str) -> None:
-        """``row``: of any form with messages that eyas prepare reads. Raises RowError."""
+        """``row``: of any form with messages that eyas prepare reads, whose last questions may be without answers, or
+        ``turns`` (a list of questions, as MT-bench has them). Raises RowError."""
         if isinstance(row, dict) and row.get("input_ids") is not None:  # the answers in the tokens are another's
             row = {key: value for key, value in row.items() if key not in ("input_ids", "loss_mask")}
-        given = normalise(row)
+        if isinstance(row, dict) and isinstance(row.get("turns"), list):
+            row = {**row, "messages": [{"role": "user", "content": text} for text in row["turns"]]}
+        given = normalise(row, to_be_answered=True)
         assert isinstance(given, Conversation)
         self.source = source
         self.row_id = given.row_id
@@ -51,6 +54,10 @@ class Chat:
     def turn(self) -> int:
         """Answers so far."""
         return self._turn
+
+    @property
+    def category(self) -> str | None:
+        return self._given.category
 
     @property
     def messages(self) -> list[dict[str, Any]]:

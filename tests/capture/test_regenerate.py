@@ -202,7 +202,7 @@ def test_what_cannot_be_answered_is_listed(target: Path, tmp_path: Path) -> None
     given: list[Any] = [
         *questions(2, turns=1),
         questions(1, turns=1)[0],  # the same question: one conversation
-        {"messages": [{"role": "user", "content": "w1"}]},
+        {"messages": [{"role": "system", "content": "w1"}]},
         {"input_ids": [1, 2], "loss_mask": [0, 1]},
         {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "tool_calls": [call]}]},
         {

@@ -21,7 +21,7 @@ from eyas.capture.endpoints import server as server_module
 from eyas.capture.prepared import PreparedSamples
 from eyas.cli.main import main
 from tests import tiny
-from tests.fake_server import DROP, FakeServer, answer_to
+from tests.fake_server import DROP, LONGEST, FakeServer, answer_to
 
 
 @pytest.fixture(scope="module")
@@ -521,6 +521,27 @@ def test_a_run_that_fails_before_its_first_answer_leaves_nothing(target: Path, a
         assert regenerate(asked, out, target, server, options=("--seed", 2)).exit_code == 0
         assert "seed is 2 there and 3 here" in regenerate(asked, out, target, server, options=("--seed", 3)).stderr
     assert len(rows(out)) == 40
+
+
+def test_questions_without_answers_are_answered(target: Path, tmp_path: Path) -> None:
+    given = {
+        "turns": {"turns": ["w1 w2", "w3"], "category": "math"},
+        "messages": {"messages": [{"role": "user", "content": text} for text in ("w1", "w3", "w4")]},
+        "open": {"conversations": [{"from": side, "value": "w5"} for side in ("human", "gpt", "human")]},
+        "alone": {"messages": [{"role": "system", "content": "w7"}, {"role": "user", "content": "w6"}]},
+    }
+    source = tiny.write_jsonl(tmp_path / "x.jsonl", [{"id": name, **row} for name, row in given.items()])
+    with FakeServer(target) as server:
+        result = regenerate(source, tmp_path / "out", target, server, options=("--max-new-tokens", LONGEST))
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["rejected"] == {}
+    found = {row["source_id"]: row for row in rows(tmp_path / "out").values()}
+    assert found["turns"]["category"] == "math"
+    said = {name: [message["content"] for message in row["messages"]] for name, row in found.items()}
+    assert {name: texts[:-1:2] for name, texts in said.items()} == {
+        "turns": ["w1 w2", "w3"], "messages": ["w1", "w3", "w4"], "open": ["w5", "w5"], "alone": ["w7"],
+    }  # fmt: skip
+    assert {name: len(texts) for name, texts in said.items()} == {"turns": 4, "messages": 6, "open": 4, "alone": 3}
 
 
 def test_a_disk_that_fills_up_is_named_and_the_next_run_goes_on(

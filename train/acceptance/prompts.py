@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from eyas.capture.conversations.normalise import RowError
 from eyas.capture.conversations.prepare import parse_row
@@ -18,8 +16,6 @@ from eyas.capture.prepared import RejectedRow
 from eyas.capture.regenerate.chat import Chat
 from eyas.capture.tokenizer import load_tokenizer
 from eyas.taps.errors import EyasError
-
-_ANY_ANSWER = {"role": "assistant", "content": "-"}  # stands where the target's will
 
 
 @dataclass(frozen=True)
@@ -47,15 +43,14 @@ class Prompts:
             raise TargetError(f"--target {target}: its tokenizer has no chat template, so it cannot be asked anything")
         ends = [self.tokenizer.convert_tokens_to_ids(text) for text in self.template.end_texts]
         self.stop_ids = frozenset({*ends, *read_stop_ids(target, revision)} - {None, self.tokenizer.unk_token_id})
-        self._chats: list[tuple[Chat, str]] = []
+        self._chats: list[Chat] = []
         for raw in Reader(str(path)):
             if len(self._chats) == max_prompts:
                 break
             try:
                 if isinstance(raw, RejectedRow):
                     raise RowError(raw.kind, raw.reason)
-                row = _conversation(parse_row(raw.body))
-                self._chats.append((Chat(row, raw.source), str(row.get("category") or "all")))
+                self._chats.append(Chat(parse_row(raw.body), raw.source))
             except RowError as error:
                 raise EyasError(f"{raw.source}: {error.reason}; expected turns, or a conversation") from error
         if not self._chats:
@@ -73,14 +68,14 @@ class Prompts:
 
     def ask(self, number: int, *, max_new_tokens: int, max_tokens: int, seed: int = 0) -> Turn | None:
         """The next turn of prompt ``number``; None where it leaves no room for an answer. Raises EyasError."""
-        chat, category = self._chats[number]
+        chat = self._chats[number]
         try:
             prompt = chat.prompt(self.template, seed=seed, max_new_tokens=max_new_tokens, max_tokens=max_tokens)
         except RowError as error:
             raise EyasError(f"{chat.source}: {error.reason}") from error
         if prompt is None or prompt.max_new_tokens < max_new_tokens:
             return None
-        return Turn(number, chat.turn, category, prompt.input_ids.tolist(), prompt.seed)
+        return Turn(number, chat.turn, chat.category or "all", prompt.input_ids.tolist(), prompt.seed)
 
     def answer(self, turn: Turn, token_ids: list[int]) -> bool:
         """What the target answered to ``turn``; says whether its prompt has another.
@@ -88,16 +83,15 @@ class Prompts:
         Where it was cut off it is closed like any other.
         """
         closed = token_ids if token_ids[-1] in self.stop_ids else [*token_ids, self._end]
-        chat, _ = self._chats[turn.prompt]
-        self._more = chat.add(Answer(token_ids=closed, finish="stop"), self.tokenizer)
+        self._more = self._chats[turn.prompt].add(Answer(token_ids=closed, finish="stop"), self.tokenizer)
         return self._more
 
     @property
     def categories(self) -> dict[str, list[int]]:
         """The numbers of the prompts of each category, in the file's order."""
         found: dict[str, list[int]] = {}
-        for number, (_, category) in enumerate(self._chats):
-            found.setdefault(category, []).append(number)
+        for number, chat in enumerate(self._chats):
+            found.setdefault(chat.category or "all", []).append(number)
         return found
 
     @property
@@ -105,16 +99,3 @@ class Prompts:
         """The token that ends an answer in this template."""
         ends = [self.tokenizer.convert_tokens_to_ids(text) for text in self.template.end_texts]
         return int(next((end for end in ends if end in self.stop_ids), min(self.stop_ids)))
-
-
-def _conversation(row: Any) -> dict[str, Any]:
-    if isinstance(row, list):
-        row = {"messages": row}
-    if not isinstance(row, dict):
-        raise RowError("form", f"expected a JSON object, found {json.dumps(row)[:40]}")
-    if isinstance(row.get("turns"), list):
-        asked = [{"role": "user", "content": text} for text in row["turns"]]
-        return {**row, "messages": [message for question in asked for message in (question, _ANY_ANSWER)]}
-    if isinstance(row.get("messages"), list) and row["messages"] and row["messages"][-1].get("role") == "user":
-        return {**row, "messages": [*row["messages"], _ANY_ANSWER]}
-    return row
