@@ -113,8 +113,8 @@ def command(**options: Any) -> None:
     and whether greedy output is plain greedy output; exit status 1 where it is not and rounding does not explain it.
 
     With --endpoint no DRAFT is loaded: a running server answers the prompts of --decode with its own draft, and what
-    it says of its speculation is reported: per answer where it does, else by its counters before and after. Requests of
-    others that it answered in between are said.
+    it says of its speculation is reported: per answer where it does, else by its counters before and after. Where those
+    hold requests of others too, only the acceptance of the whole server is reported, and a line says so.
 
     \b
     eyas eval run
@@ -229,8 +229,13 @@ def _evaluate_endpoint(options: dict[str, Any]) -> None:
         _print_endpoint(report)
     if report.foreign_requests:
         click.echo(
-            f"eyas: the server answered {report.foreign_requests:,} requests of others meanwhile"
-            + (": they are in these numbers" if report.counts_everything else ", which are not in these numbers"),
+            f"eyas: the server was busy with {report.foreign_requests:,} requests of others meanwhile"
+            + (
+                ": the acceptance is that of the whole server, and what our answers and their categories had of it is "
+                "unknown. Measure again while it has no others"
+                if report.is_of_the_server
+                else ", which are not in these numbers"
+            ),
             err=True,
         )
 
@@ -242,12 +247,14 @@ def _print_endpoint(report: EndpointReport) -> None:
         f"{report.url} ({report.server or 'unknown'}) serves {report.model}, {tally.num_draft} tokens drafted a cycle"
     )
     click.echo(f"\ndecoding ({report.num_prompts:,} prompts, {tally.num_turns:,} turns, {how})")
+    whole = report.is_of_the_server
+    kept = "of the whole server" if whole else f"{tally.kept_length:.3f} within the answers"
+    speed = "" if whole else f"{report.tokens_per_second:,.1f} tokens/s, "
     click.echo(
-        f"  {tally.name}  accepted length {tally.accepted_length:.3f} ({tally.kept_length:.3f} within the answers)  "
-        f"by position {_shares(tally.acceptance)}  "
-        f"{report.tokens_per_second:,.1f} tokens/s, up to {report.largest_window} answers at a time"
+        f"  {tally.name}  accepted length {tally.accepted_length:.3f} ({kept})  "
+        f"by position {_shares(tally.acceptance)}  {speed}up to {report.largest_window} answers at a time"
     )
-    if len(tally.categories) > 1:
+    if len(tally.categories) > 1 and not whole:
         click.echo("\naccepted length by category")
         left = max(map(len, tally.categories))
         for category, (tokens, forwards) in tally.categories.items():

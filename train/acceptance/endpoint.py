@@ -8,6 +8,9 @@ of each category: vLLM's ``vllm:spec_decode_*`` (v1/spec_decode/metrics.py).
 Both count what the target accepted, also behind the token that ends an answer, which ``eyas eval --decode`` leaves out;
 ``kept_length`` counts the tokens that are in the answers. A forward without drafted tokens (n-gram drafts that found
 nothing) is none of vLLM's ``num_drafts``, and follows from the number of tokens.
+
+Where the server answers others meanwhile, its counters hold theirs too: they give the acceptance of the whole server,
+and nothing about our answers or their categories.
 """
 
 from __future__ import annotations
@@ -126,21 +129,25 @@ class EndpointReport:
     temperature: float
     num_prompts: int
     source: str  # PER_ANSWER or COUNTERS
-    foreign_requests: int | None  # answered by the server meanwhile and not ours; None: it does not count
+    foreign_requests: int | None  # that the server was busy with meanwhile and not ours; None: it does not count
     tally: ServedTally
     seconds: float
     largest_window: int  # answers at a time
 
     @property
-    def counts_everything(self) -> bool:
-        """Whether requests of others are in the numbers."""
-        return self.source == COUNTERS
+    def is_of_the_server(self) -> bool:
+        """Whether requests of others are in the numbers: forwards, tokens and acceptance are the whole server's then,
+        and what our answers kept and the categories are unknown."""
+        return self.source == COUNTERS and bool(self.foreign_requests)
 
     @property
     def tokens_per_second(self) -> float:
         return self.tally.num_kept / max(self.seconds, 1e-9)
 
     def to_json(self) -> dict[str, Any]:
+        tally = {**self.tally.to_json(), "tokens_per_second": self.tokens_per_second}
+        if self.is_of_the_server:
+            tally |= dict.fromkeys(("num_kept", "kept_length", "categories", "tokens_per_second"))
         return {
             "endpoint": self.url,
             "server": self.server,
@@ -152,7 +159,7 @@ class EndpointReport:
             "foreign_requests": self.foreign_requests,
             "decoding": {
                 "temperature": self.temperature,
-                "drafts": [{**self.tally.to_json(), "tokens_per_second": self.tokens_per_second}],
+                "drafts": [tally],
             },
         }
 
@@ -220,7 +227,8 @@ class _Measurement:
         num_turns = sum(found.num_turns for found in heard.values())
         if not num_turns:
             raise EndpointError(f"{config.prompts}: no prompt leaves room for --max-new-tokens {config.max_new_tokens}")
-        tally, source = self._tally(heard, readings)
+        foreign_requests = _foreign(readings[0], readings[-1], num_turns)
+        tally, source = self._tally(heard, readings, foreign_requests)
         return EndpointReport(
             url=config.url,
             server=server.kind,
@@ -229,7 +237,7 @@ class _Measurement:
             temperature=config.temperature,
             num_prompts=len(self._prompts),
             source=source,
-            foreign_requests=_foreign(readings[0], readings[-1], num_turns),
+            foreign_requests=foreign_requests,
             tally=tally,
             seconds=seconds,
             largest_window=done.largest_window,
@@ -274,7 +282,9 @@ class _Measurement:
             raise EndpointError(f"--endpoint {config.url}: {stopped}")
         return heard
 
-    def _tally(self, heard: Mapping[str, _Heard], readings: Sequence[Metrics | None]) -> tuple[ServedTally, str]:
+    def _tally(
+        self, heard: Mapping[str, _Heard], readings: Sequence[Metrics | None], foreign_requests: int | None
+    ) -> tuple[ServedTally, str]:
         tally = ServedTally()
         if any(found.histograms for found in heard.values()) and not any(found.silent for found in heard.values()):
             for category, found in heard.items():
@@ -305,7 +315,7 @@ class _Measurement:
                 category,
                 [int(there - then) for there, then in counted],
                 num_drafts=num_drafts,
-                num_kept=found.num_kept,
+                num_kept=0 if foreign_requests else found.num_kept,
                 num_turns=found.num_turns,
             )
         return tally, COUNTERS
@@ -318,10 +328,11 @@ _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 def _foreign(first: Metrics | None, last: Metrics | None, num_ours: int) -> int | None:
-    """Requests that the server answered and that were not ours."""
+    """Requests that the server answered, or is still busy with, and that were not ours."""
     if first is None or last is None or (total := last.get(_REQUESTS)) is None:
         return None
-    return max(0, int(total - (first.get(_REQUESTS) or 0)) - num_ours)
+    in_flight = sum(last.get(name) or 0 for name in _IN_FLIGHT)
+    return max(0, int(total - (first.get(_REQUESTS) or 0) + in_flight) - num_ours)
 
 
 async def _settled(server: Server) -> Metrics | None:

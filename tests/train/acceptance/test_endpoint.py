@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from eyas.cli.main import main
+from eyas.train.acceptance import endpoint
 from tests import tiny
 from tests.fake_server import FakeServer
 
@@ -76,17 +77,44 @@ def test_accepted_tokens_are_what_the_server_accepted(target: Path, prompts: Pat
     assert sum(any(len(b) > len(a) and b[: len(a)] == a for a in asked) for b in asked) == 3
 
 
-def test_requests_of_others_are_said(target: Path, prompts: Path) -> None:
-    with FakeServer(target) as server:
+@pytest.mark.parametrize("says", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_requests_of_others_leave_only_what_still_means_something(
+    target: Path, prompts: Path, says: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "SETTLED_WITHIN_SECONDS", 0.3)
+    reports = []
+    for options in ((), ("--json",)):
+        with FakeServer(target) as server:
+            server.says_histogram = says
 
-        def also_ask(number: int, body: dict[str, Any]) -> None:
-            server.finished += number == 2  # another's request
-            server.histogram[3] += number == 2
+            def also_ask(number: int, body: dict[str, Any], server: FakeServer = server) -> None:
+                if number == 2:  # another's request
+                    server.finished += ends
+                    server.in_flight += not ends
+                    server.histogram[3] += 50
 
-        server.trouble = also_ask
-        result = evaluate(server, target, prompts)
-    assert result.exit_code == 0, result.output
-    assert "the server answered 1 requests of others meanwhile: they are in these numbers" in result.stderr
+            server.trouble = also_ask
+            result = evaluate(server, target, prompts, *options)
+            done = list(server.histogram)
+        assert result.exit_code == 0, result.output
+        assert "the server was busy with 1 requests of others meanwhile" in result.stderr
+        assert ("which are not in these numbers" if says else "is that of the whole server") in result.stderr
+        reports.append(result.stdout)
+    text, report = reports[0], json.loads(reports[1])
+    (tally,) = report["decoding"]["drafts"]
+    assert report["foreign_requests"] == 1
+    unknown = [key for key in ("num_kept", "kept_length", "categories", "tokens_per_second") if tally[key] is None]
+    shown = [part in text for part in ("within the answers", "by category", "tokens/s", "  math ")]
+    if says:
+        assert not unknown
+        assert all(shown)
+    else:
+        assert len(unknown) == 4
+        assert not any(shown)
+        assert "(of the whole server)  by position" in text
+        assert {key: tally[key] for key in count(done)} == count(done)
+        assert tally["accepted_length"] == tally["num_tokens"] / tally["num_forwards"]
 
 
 def test_text_report(target: Path, prompts: Path) -> None:
