@@ -205,6 +205,11 @@ def seconds_since(process: ProcessId) -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - process.start / _TICKS_PER_SECOND)
 
 
+def writers(log: Path) -> list[int]:
+    """The processes whose output goes to ``log``."""
+    return [pid for pid in pids() if _writes_to(pid, log)]
+
+
 def pids() -> list[int]:
     """Of every process there is."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]

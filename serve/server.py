@@ -40,6 +40,7 @@ from eyas.serve.state import (
     new_log,
     read_outcome,
     read_state,
+    root_cause,
     write_state,
 )
 from eyas.serve.supervisor import READY
@@ -115,6 +116,7 @@ def start(folder: Path, config: ServeConfig, release: str | None, tell: Tell) ->
     Raises ServeError where another configuration runs, the port is taken, or the engine cannot be started.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    read_state(folder)  # refuses a damaged one while the lock's file still says who held it last
     with lock(folder) as lock_fd:
         state = read_state(folder)
         if state is not None and _runs(state):
@@ -164,7 +166,7 @@ def wait_for_health(folder: Path, state: ServeState, *, seconds: float, stopping
     """Wait until the server of this start answers. False where it has not in ``seconds``, or before ``stopping``: it
     goes on starting.
 
-    Raises ServeError with the end of the log where it ends before, or is stopped.
+    Raises ServeError with the end of the log, and the error in it, where it ends before, or is stopped.
     """
     begun = last_line = time.monotonic()
     log = folder / LOGS_FOLDER / state.log
@@ -174,7 +176,9 @@ def wait_for_health(folder: Path, state: ServeState, *, seconds: float, stopping
             raise ServeError(f"{folder}: the server was stopped, or restarted, while it was waited for")
         if not _runs(current):
             how = _ending(current, _await_outcome(folder, current))
-            raise ServeError(f"{how}. The end of {log}:\n{last_lines(log)}")
+            cause = root_cause(log)
+            shown = "" if cause is None else f"\n\nThe error in it that seems to be the cause:\n{cause}"
+            raise ServeError(f"{how}. The end of its log:\n{last_lines(log)}{shown}\n\nThe whole log: {log}")
         if _problem(state, _pids(folder, state)) is None:
             return True
         now = time.monotonic()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import msgspec
 
 from eyas.serve.command import ServeConfig
 from eyas.serve.errors import ServeError
-from eyas.serve.processes import SECONDS_BETWEEN_POLLS, Lineage, ProcessId, boot_id
+from eyas.serve.processes import SECONDS_BETWEEN_POLLS, Lineage, ProcessId, boot_id, command_line, writers
 from eyas.shards.atomic import publish
 
 STATE_FILE = "serve.json"
@@ -23,6 +25,11 @@ LOCK_FILE = "serve.lock"
 LOGS_FOLDER = "logs"
 LATEST_LOG = "serve.log"
 VERSION = 1
+
+_LOG_PREFIX = re.compile(r"^\([^)]* pid=\d+[^)]*\) (ERROR \S+ \S+ \[[^\]]*\] ?)?")  # vLLM's
+_ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)(: |:?$)")  # the last of a traceback
+_SEARCHED_BYTES = 1 << 20
+_SHOWN_OF_AN_ERROR = 1000  # characters of a line
 
 KEPT_LOGS = 10  # of earlier starts
 SECONDS_FOR_THE_LOCK = 180.0  # a restart holds it while the server ends and its GPU memory is freed
@@ -70,7 +77,8 @@ def read_state(folder: Path) -> ServeState | None:
         return None
     except msgspec.MsgspecError as error:
         raise ServeError(
-            f"{path}: not as eyas serve writes it ({error}); stop its server by hand and remove it"
+            f"{path}: not as eyas serve writes it ({error}). {_what_else_is_known(folder)}. End by hand what still "
+            f"runs, then remove {path}"
         ) from error
     if state.version != VERSION:
         raise ServeError(f"{path}: version {state.version}, expected {VERSION}: use the eyas that started the server")
@@ -88,11 +96,16 @@ def write_state(folder: Path, state: ServeState) -> None:
 
 
 def read_outcome(folder: Path, state: ServeState) -> Outcome | None:
-    """None while the server runs, and where its supervisor was killed before it ended."""
+    """None while the server runs, and where its supervisor was killed before it ended. Raises ServeError."""
+    path = _outcome_path(folder, state)
     try:
-        return msgspec.json.decode(_outcome_path(folder, state).read_bytes(), type=Outcome)
+        return msgspec.json.decode(path.read_bytes(), type=Outcome)
     except FileNotFoundError:
         return None
+    except msgspec.MsgspecError as error:
+        raise ServeError(
+            f"{path}: not as eyas serve writes it ({error}). It says how the server ended, and nothing else: remove it"
+        ) from error
 
 
 def write_outcome(folder: Path, state: ServeState, outcome: Outcome) -> None:
@@ -115,8 +128,9 @@ def lock(folder: Path) -> Iterator[int]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
-                    holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
-                    raise ServeError(f"{folder} is held by another eyas serve ({holder}): wait for its end") from error
+                    raise ServeError(
+                        f"{folder} is held by another eyas serve ({_holder(folder)}): wait for its end"
+                    ) from error
                 time.sleep(SECONDS_BETWEEN_POLLS)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -147,6 +161,46 @@ def last_lines(log: Path, number: int = 20) -> str:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-number:])
+    except FileNotFoundError:
+        return ""
+
+
+def root_cause(log: Path) -> str | None:
+    """The error that ended the engine, as far as its log shows one; None where it shows none.
+
+    The processes of an engine end one after the other, each with a traceback of its own, and the last ones say no more
+    than that another failed ("See root cause above", vLLM's v1/engine/utils.py): what counts is the last error before
+    the first that refers to another.
+    """
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _SEARCHED_BYTES))
+            lines = [_LOG_PREFIX.sub("", line) for line in file.read().decode(errors="replace").splitlines()]
+    except FileNotFoundError:
+        return None
+    found = [n for n, line in enumerate(lines) if _ERROR_LINE.match(line)]
+    own = list(itertools.takewhile(lambda n: "root cause" not in lines[n].lower(), found)) or found
+    if not own:
+        return None
+    end = own[-1] + 1
+    while end < len(lines) and lines[end][:1].isspace():  # more of its message: a traceback's frames stand before it
+        end += 1
+    return "\n".join(line[:_SHOWN_OF_AN_ERROR] for line in lines[own[-1] : end])
+
+
+def _what_else_is_known(folder: Path) -> str:
+    """Of a folder whose serve.json cannot be read: what may still run, and where to look."""
+    log = folder / LOGS_FOLDER / LATEST_LOG
+    running = ", ".join(f"{pid} ({command_line(pid)})" for pid in writers(log))
+    known = f"Processes that write to its last log, {log}: {running or 'none that can be seen from here'}"
+    holder = _holder(folder)
+    return f"{known}. The last eyas serve command that started or stopped it: {holder}" if holder else known
+
+
+def _holder(folder: Path) -> str:
+    """Who holds the lock, or held it last; empty where nobody is known."""
+    try:
+        return (folder / LOCK_FILE).read_bytes()[:200].decode(errors="replace").strip()
     except FileNotFoundError:
         return ""
 

@@ -29,13 +29,14 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--exit-with", type=int)
+    parser.add_argument("--last-words", type=Path)
     parser.add_argument("--healthy-when", type=Path)
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--workers", nargs="*", default=[])
     options, _ = parser.parse_known_args()
     print("the fake engine starts", flush=True)
     if options.exit_with is not None:
-        print("no such weights", file=sys.stderr)
+        print(options.last_words.read_text() if options.last_words else "no such weights", file=sys.stderr)
         raise SystemExit(options.exit_with)
     if options.ignore_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

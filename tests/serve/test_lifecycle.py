@@ -116,6 +116,55 @@ def test_a_crash_at_start_ends_the_wait_with_the_log(folder: Folder) -> None:
     assert folder.start().exit_code == 0, "a dead server is no obstacle"
 
 
+def prefixed(process: str, lines: list[str]) -> list[str]:
+    return [f"({process} pid=20069) ERROR 11-30 08:34:21 [core.py:1510] {line}" for line in lines]
+
+
+FRAMES = ["Traceback (most recent call last):", '  File "core.py", line 1482, in run', "    raise error"]
+OUTERMOST = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+WORKER = "Exception: WorkerProc initialization failed. See stack trace for root cause."
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (  # vLLM 0.32: the core's traceback twice, then that of the API server, which waited for it
+            [
+                "(APIServer pid=1) WARNING 11-30 08:33:01 [u.py:2] This can cause errors like `OSError: [Errno 24]`.",
+                *prefixed("EngineCore", [*FRAMES, "ValueError: No available memory for the cache blocks."]),
+                *[*FRAMES, "ValueError: No available memory for the cache blocks."],
+                *FRAMES * 9,
+                OUTERMOST,
+            ],
+            "ValueError: No available memory for the cache blocks.",
+        ),
+        (  # of several ranks one fails first
+            [
+                *prefixed("Worker_TP1", [*FRAMES, "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB"]),
+                *prefixed("EngineCore_DP0", [*FRAMES, WORKER]),
+                *[*FRAMES, WORKER, *FRAMES, "ConnectionResetError: [Errno 104]", *FRAMES * 9, OUTERMOST],
+            ],
+            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB",
+        ),
+        (  # pydantic's messages have lines
+            [*FRAMES, "pydantic_core.ValidationError: 1 validation error", "  Value error, max_model_len (9)"],
+            "pydantic_core.ValidationError: 1 validation error\n  Value error, max_model_len (9)",
+        ),
+        (  # SGLang 0.5.23
+            ["[2026-11-30 08:40:30] Scheduler hit an exception: Traceback (most recent call last):", *FRAMES[1:],
+             "ModuleNotFoundError: No module named 'vllm'", "", *["[2026-11-30 08:40:30] kill_process_tree"] * 30],
+            "ModuleNotFoundError: No module named 'vllm'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_crash_at_start_shows_its_cause(folder: Folder, tmp_path: Path, lines: list[str], cause: str) -> None:
+    (tmp_path / "words").write_text("\n".join(lines))
+    result = folder.start("--", "--exit-with", "1", "--last-words", tmp_path / "words")
+    assert result.exit_code == 1
+    log = folder.path / "logs" / folder.status()["log"]
+    assert result.stderr.endswith(f"seems to be the cause:\n{cause}\n\nThe whole log: {log}\n")
+
+
 def test_stop_while_another_command_waits(folder: Folder, tmp_path: Path) -> None:
     waiting = folder.spawn(folder.arguments("--", "--healthy-when", tmp_path / "never"))
     until(lambda: (folder.path / "serve.json").exists() and folder.status()["condition"] == "running")
@@ -231,12 +280,35 @@ def test_a_state_of_before_the_last_boot(folder: Folder) -> None:
     assert folder.start().exit_code == 0
 
 
-def test_a_state_that_is_none(folder: Folder) -> None:
+def test_a_damaged_state_says_what_may_still_run(folder: Folder, tmp_path: Path) -> None:
+    state = folder.path / "serve.json"
     folder.path.mkdir()
-    (folder.path / "serve.json").write_text('{"id":')
+    state.write_text('{"id":')
     result = folder.start()
     assert result.exit_code == 1
-    assert f"{folder.path / 'serve.json'}: not as eyas serve writes it" in result.stderr
+    assert f"{state}: not as eyas serve writes it (Input data was truncated)" in result.stderr
+    assert f"{folder.path / 'logs' / 'serve.log'}: none that can be seen from here" in result.stderr
+    state.unlink()
+    assert folder.start().exit_code == 0
+    body, whole = folder.status(), state.read_text()
+    state.write_text(whole.replace('"started_at"', '"begun_at"'))
+    for arguments in (["status"], ["stop"], ["restart"], ["start", "--engine", "vllm", "--target", folder.target]):
+        result = CliRunner().invoke(main, ["serve", arguments[0], str(folder.path), *map(str, arguments[1:])])
+        assert result.exit_code == 1, result.output
+        assert "missing required field `started_at`" in result.stderr
+        assert f"{body['pid']} ({sys.executable} -m vllm" in result.stderr
+        assert f"{body['supervisor']['pid']} (" in result.stderr
+        assert f"stopped it: process {os.getpid()} on {socket.gethostname()}." in result.stderr
+    state.write_text(whole)
+    assert folder.status()["pids"] == body["pids"]  # nothing was ended on its word
+    assert folder.stop().exit_code == 0
+
+
+def test_a_damaged_outcome_is_named(folder: Folder) -> None:
+    folder.start("--", "--exit-with", "7")
+    (outcome,) = (folder.path / "logs").glob("serve-*.json")
+    outcome.write_text("{")
+    assert f"{outcome}: not as eyas serve writes it" in folder.run("serve", "status", folder.path).stderr
 
 
 def test_old_logs_go(folder: Folder) -> None:
