@@ -43,7 +43,9 @@ def _as_json(status: DatasetStatus) -> dict[str, object]:
 
 def _print(status: DatasetStatus) -> None:
     share = 100 * status.num_samples / max(status.num_prepared, 1)
-    click.echo(f"{status.dataset}: {status.identity.stage}, taps {format_taps(status.identity.taps)}")
+    finished = not status.num_left
+    stage = f"{status.identity.stage}{', finished' if finished else ''}"
+    click.echo(f"{status.dataset}: {stage}, taps {format_taps(status.identity.taps)}")
     click.echo(f"done      {status.num_samples:,} of {status.num_prepared:,} samples ({share:.1f} %)")
     click.echo(
         f"          {status.num_tokens:,} tokens, {status.num_trained_tokens:,} of them trained; "
@@ -54,11 +56,12 @@ def _print(status: DatasetStatus) -> None:
     for reason, count in Counter(status.rejects.values()).most_common(_SHOWN):
         click.echo(f"          {count:,} x {reason}")
     live = sum(worker.live for worker in status.workers)
-    click.echo(f"rate      {_rate(status)} ({live} of {len(status.workers)} workers live)")
+    rate = "none, it is finished" if finished else f"{_rate(status)} ({live} of {len(status.workers)} workers live)"
+    click.echo(f"rate      {rate}")
     click.echo(f"time left {format_seconds(status.seconds_left) if status.seconds_left is not None else 'unknown'}")
     now = time.time()
     for worker in status.workers[:_SHOWN]:
-        state = "live" if worker.live else "idle"
+        state = "finished" if finished else "live" if worker.live else "idle"
         ago = format_seconds(max(now - worker.last_sealed_at, 0))
         click.echo(
             f"  {worker.worker}: {state}, last sealed {ago} ago, {worker.num_shards:,} shards, "

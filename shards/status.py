@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eyas.shards.identity import DatasetIdentity, read_identity
@@ -26,7 +26,7 @@ class WorkerStatus:
     num_samples: int
     num_tokens: int
     last_sealed_at: float  # unix time
-    live: bool
+    live: bool  # sealed something lately, and the dataset is not finished
     samples_per_second: float | None  # of its recent work; None where unknown
     tokens_per_second: float | None
     bytes_per_second: float | None
@@ -67,11 +67,12 @@ def dataset_status(dataset: Path, *, now: float | None = None) -> DatasetStatus:
     by_worker: defaultdict[str, list[SealedShard]] = defaultdict(list)
     for entry in state.entries:
         by_worker[entry.shard.rpartition("-")[0]].append(entry)
-    workers = tuple(_worker_status(worker, entries, now) for worker, entries in sorted(by_worker.items()))
-    live = [worker for worker in workers if worker.live]
-    samples_per_second = _sum(worker.samples_per_second for worker in live)
     num_samples = state.num_samples
     num_left = max(identity.prepared.num_samples - num_samples - len(rejects), 0)
+    recent = tuple(_worker_status(worker, entries, now) for worker, entries in sorted(by_worker.items()))
+    workers = recent if num_left else tuple(replace(worker, live=False) for worker in recent)
+    live = [worker for worker in workers if worker.live]
+    samples_per_second = _sum(worker.samples_per_second for worker in live)
     return DatasetStatus(
         dataset=str(dataset),
         identity=identity,
@@ -89,8 +90,12 @@ def dataset_status(dataset: Path, *, now: float | None = None) -> DatasetStatus:
         bytes_per_second=_sum(worker.bytes_per_second for worker in live),
         seconds_left=0.0 if not num_left else num_left / samples_per_second if samples_per_second else None,
         rejects=rejects,
-        # What a live worker is writing at this moment is no problem.
-        problems=tuple(p for p in state.problems if not (live and p.kind == "leftover temporary")),
+        # What a worker is writing at this moment is no problem: one that tries rejected samples again, too.
+        problems=tuple(
+            problem
+            for problem in state.problems
+            if problem.kind != "leftover temporary" or not any(worker.live for worker in recent)
+        ),
     )
 
 

@@ -105,6 +105,10 @@ def test_text_of_a_finished_dataset_and_nothing_is_changed(tmp_path) -> None:
     before = hashes(dataset)
     result = CliRunner().invoke(main, ["status", str(dataset)])
     assert result.exit_code == 0
+    assert "standard, finished, taps" in result.stdout
+    assert ": finished, last sealed " in result.stdout
+    assert "live" not in result.stdout
+    assert not any(worker["live"] for worker in status(dataset)["workers"])
     assert "done      5 of 5 samples (100.0 %)" in result.stdout
     assert "left      0 samples" in result.stdout
     assert "time left 0s" in result.stdout
