@@ -8,12 +8,13 @@ their batches; other engines in 16 bits by 1 to 5 %, and other taps by far more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
+from eyas.align.checks.shapes import compare_hidden_size
 from eyas.align.checks.taps import FED
 from eyas.align.draft import read_draft
 from eyas.align.engine import Engine
@@ -61,7 +62,7 @@ def live_findings(
     samples = source.pick(num_samples)
     outline = read_outline(settings.target, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
     facts = TargetFacts.from_config(outline.config.to_dict(), where=settings.target)
-    config = read_draft(draft).config.raw
+    described = read_draft(draft)
     identity = dataset.identity
     if not samples:
         return [Finding(check="live", status="unknown", found="no sample of at least 4 tokens to run")]
@@ -76,6 +77,9 @@ def live_findings(
                 mend="give the target that was captured: --target",
             )
         ]
+    fits = compare_hidden_size(described, outline.hidden_size, "the target's hidden size")
+    if fits.status == "mismatch":  # no engine feeds such a draft, whatever layer ids its config names
+        return [replace(fits, check="live slots")]
     try:
         with open_live(system, settings, outline, draft) as live:
             cut = [_cut(sample, min(MAX_TOKENS, live.max_tokens or MAX_TOKENS)) for sample in samples]
@@ -84,7 +88,7 @@ def live_findings(
     except CannotFeed as error:
         return [_cannot_feed(str(error), system, identity, facts)]
     columns = _columns(source.slots, samples, cut, states)
-    readings = read_config(config, engine.engine, facts)
+    readings = read_config(described.config.raw, engine.engine, facts)
     variant = engine.label.partition(", ")[2]
     own = [reading for reading in readings if not variant or reading.label.endswith(variant)]
     as_read = bool(own) and all(reading.taps == identity.taps for reading in own)
