@@ -151,17 +151,24 @@ def _problems(subject: Subject) -> list[Finding]:
     others = [problem for problem in subject.ledgers.problems if problem.kind != "duplicate sample"]
     if not others:
         num = len(subject.ledgers.entries)
-        return [Finding(check="ledgers", status="ok", found=f"{num:,} shards, {subject.ledgers.num_samples:,} samples")]
+        counts = f"{num:,} shards, {subject.ledgers.num_samples:,} samples"
+        return [Finding(check="ledgers", status="ok", found=f"{counts}. {_not_compared(subject)}")]
     return [
         Finding(
             check="ledgers",
             status="warning",
-            found=f"{others[0]}" + (f", and {len(others) - 1} more" if len(others) > 1 else ""),
+            found=f"{others[0]}"
+            + (f", and {len(others) - 1} more" if len(others) > 1 else "")
+            + f". {_not_compared(subject)}",
             expected="every shard with its line, every line with its shard",
             consequence="those samples do not count",
             mend="run the same eyas capture again: it recovers and captures what is missing",
         )
     ]
+
+
+def _not_compared(subject: Subject) -> str:
+    return f"Shards' bytes were not compared with their checksums: eyas inspect {subject.dataset} --verify does"
 
 
 def _duplicates(subject: Subject) -> list[Finding]:

@@ -100,6 +100,37 @@ def test_without_the_engine_the_extra_is_named(
     assert f"pip install 'eyas[{engine}]'" in result.output
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_of_a_draft_for_another_target_the_live_check_says_its_width_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """No engine is started for it: none is installed here."""
+    monkeypatch.setattr(f"eyas.capture.engines.{engine}.load.installed_version", lambda: "0.1")
+    target = add_tokenizer(build_target(tmp_path / "target", "LlamaForCausalLM"))
+    dataset = store(tmp_path / "dataset", make_world(target, "float32", lengths=(24,)), (after(0), after(2)))
+    folder = make_draft(tmp_path / "draft", draft_config(target_hidden_size=4096), {})
+    options = ("--draft", folder, "--target", target, "--replay", 0, "--engine-live", engine, "--json")
+    findings = json.loads(run("check", dataset, *options).stdout)["findings"]
+    (live,) = [finding for finding in findings if finding["check"].startswith("live")]
+    assert live["status"] == "mismatch"
+    assert "width 4096" in live["found"]
+    assert "layer" not in live["mend"]
+
+
+def test_a_flipped_byte_passes_and_check_says_what_would_find_it(tmp_path: Path) -> None:
+    target = add_tokenizer(build_target(tmp_path / "target", "LlamaForCausalLM"))
+    dataset = store(tmp_path / "dataset", make_world(target, "float32", lengths=(24,)), (after(0), after(2)))
+    (shard,) = (dataset / "shards").iterdir()
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    result = run("check", dataset)
+    assert result.exit_code == 0, result.output
+    said = f"Shards' bytes were not compared with their checksums: eyas inspect {dataset} --verify does"
+    assert result.stdout.count(said) == 1
+    assert run("inspect", dataset, "--verify").exit_code == 1
+
+
 def test_a_replay_says_where_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--engine is what will serve: a replay runs in it where it can, and else in transformers."""
     _uninstall(monkeypatch)
