@@ -7,12 +7,12 @@ one, tap by tap: the median over tokens of the relative L2 distance, token 0 lef
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from eyas.align.checks.subject import Subject
 from eyas.align.verdict import Finding
-from eyas.shards.canaries import SESSION, open_canaries
+from eyas.shards.canaries import CANARIES_FOLDER, SESSION, open_canaries
 from eyas.shards.dataset import Dataset
 from eyas.shards.errors import ShardError
 from eyas.shards.ledger import SHARDS_FOLDER
@@ -36,6 +36,7 @@ class Canary:
 
     worker: str
     shard: str
+    sealed_at: float  # unix time
     made_by: dict[str, str]
     samples: dict[str, Sample]  # by id
 
@@ -53,8 +54,17 @@ class Canary:
     def setting(self) -> tuple[str | None, ...]:
         return tuple(self.made_by.get(name) for name in _SETTING)
 
+    @property
+    def session(self) -> str:
+        return self.made_by.get(SESSION, "?")
+
     def __str__(self) -> str:
         return f"{self.worker} ({self.build}, tp {self.tp})"
+
+    def beside(self, others: Sequence[Canary]) -> str:
+        """Its name, with its session where the worker has canaries of several among ``others``."""
+        same = {canary.shard for canary in others if canary.worker == self.worker} - {self.shard}
+        return f"{self.worker} in session {self.session} ({self.build}, tp {self.tp})" if same else str(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +104,11 @@ def check_canaries(subject: Subject) -> list[Finding]:
             assert first is not None
     wrong = [pair for pair in zip(others, compared, strict=True) if _differs(pair[1])]
     if wrong:
-        return [_mismatch(subject, first, wrong, num_others=len(others))]
+        return [_mismatch(subject, first, wrong, others)]
     findings = [_ok(first, others, compared)]
     if alone := [canary for canary, differences in zip(others, compared, strict=True) if not differences]:
-        findings.append(_unknown(f"{_names(alone)} captured none of the samples that {first} did", []))
+        names = _names(alone, [first, *others])
+        findings.append(_unknown(f"{names} captured none of the samples that {first} did", []))
     captured = {canary.worker for canary in (first, *others)}
     if missing := sorted(workers - captured):
         shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if missing[_SHOWN:] else "")
@@ -119,6 +130,7 @@ def read_canaries(dataset: Dataset, unreadable: list[str]) -> Iterator[Canary]:
             yield Canary(
                 worker=entry.shard.rpartition("-")[0],
                 shard=entry.shard,
+                sealed_at=entry.sealed_at,
                 made_by=shard.metadata.engine,
                 samples={sample.sample_id: sample for sample in shard},
             )
@@ -140,7 +152,7 @@ def _compare_all(
             first = canary
         elif canary.shard != first.shard:
             compared.append(_compare(dataset, first, canary))
-            others.append(Canary(worker=canary.worker, shard=canary.shard, made_by=canary.made_by, samples={}))
+            others.append(replace(canary, samples={}))
     return first, others, compared
 
 
@@ -221,23 +233,43 @@ def _ok(first: Canary, others: Sequence[Canary], compared: Sequence[Sequence[_Di
 
 
 def _mismatch(
-    subject: Subject, first: Canary, wrong: Sequence[tuple[Canary, Sequence[_Difference]]], *, num_others: int
+    subject: Subject,
+    first: Canary,
+    wrong: Sequence[tuple[Canary, Sequence[_Difference]]],
+    others: Sequence[Canary],
 ) -> Finding:
     canary, differences = wrong[0]
+    every = [first, *others]
     worst = [difference for difference in differences if not difference.is_allowed]
-    more = f"; so do {_names([other for other, _ in wrong[1:]])}" if wrong[1:] else ""
-    which = "" if num_others > 1 else "; which of the two is wrong they cannot tell: replay does (--target)"
-    folder = subject.dataset
+    more = f"; so do {_names([other for other, _ in wrong[1:]], every)}" if wrong[1:] else ""
+    which = "" if len(others) > 1 else "; which of the two is wrong they cannot tell: replay does (--target)"
     return Finding(
         check="canaries",
         status="mismatch",
-        found=f"{canary} differs from {first} in {', '.join(map(str, worst[:_SHOWN]))}{more}",
-        expected=f"what {first} captured of the same samples, session {first.made_by.get(SESSION, '?')}{which}",
+        found=f"{canary.beside(every)} differs from {first.beside(every)} in "
+        f"{', '.join(map(str, worst[:_SHOWN]))}{more}",
+        expected=f"what {first} captured of the same samples, session {first.session}{which}",
         consequence="the dataset mixes samples of two kinds, and a draft would be trained on both",
         mend=f"find out why, then take out what that worker wrote and capture it again: mv "
-        f"{folder}/shards/{canary.worker}-* {folder}/canaries/shards/{canary.worker}-* ELSEWHERE, and the capture's "
-        f"own command once more",
+        f"{' '.join(_written_with(subject, canary, every))} ELSEWHERE, and the capture's own command once more"
+        if subject.identity.stage == "captured"
+        else "check the captured dataset, which tells what to take out of it, and standardize it again",
     )
+
+
+def _written_with(subject: Subject, canary: Canary, every: Sequence[Canary]) -> list[str]:
+    """The files of the worker of ``canary``; of its session alone where it had others: those sealed until the next."""
+    shards, canaries = (subject.dataset / part / SHARDS_FOLDER for part in ("", CANARIES_FOLDER))
+    sessions = [other.sealed_at for other in every if other.worker == canary.worker]
+    if len(sessions) == 1:
+        return [f"{shards}/{canary.worker}-*", f"{canaries}/{canary.worker}-*"]
+    end = min((at for at in sessions if at > canary.sealed_at), default=float("inf"))
+    written = [
+        entry.shard
+        for entry in subject.ledgers.entries
+        if entry.shard.rpartition("-")[0] == canary.worker and canary.sealed_at <= entry.sealed_at < end
+    ]
+    return [*(f"{shards}/{shard}" for shard in written), f"{canaries}/{canary.shard}"]
 
 
 def _unknown(found: str, reasons: Sequence[str]) -> Finding:
@@ -250,8 +282,8 @@ def _unknown(found: str, reasons: Sequence[str]) -> Finding:
     )
 
 
-def _names(canaries: Sequence[Canary]) -> str:
-    names = list(dict.fromkeys(map(str, canaries)))
+def _names(canaries: Sequence[Canary], every: Sequence[Canary]) -> str:
+    names = list(dict.fromkeys(canary.beside(every) for canary in canaries))
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 

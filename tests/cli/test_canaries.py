@@ -135,6 +135,23 @@ def test_a_worker_that_is_off_by_a_layer_is_named_with_the_tap_that_it_gives(cap
     assert "which of the two is wrong they cannot tell" in result.stdout
 
 
+def test_a_worker_that_is_off_in_one_of_its_sessions_is_named_by_it_and_the_mend_leaves_the_others(
+    inputs: Path, tmp_path: Path
+) -> None:
+    out, sizes = tmp_path / "out", ("--shard-size", "16KiB")
+    assert eyas(*capture_arguments(inputs, out, "--max-samples", 10, *sizes)).exit_code == 0
+    before = set(open_dataset(out).shards)
+    add_canary(out, "w-0", swapped)
+    assert eyas(*capture_arguments(inputs, out, "--max-samples", 20, *sizes)).exit_code == 0
+    (out / "canaries" / "shards" / "w-0-000002.safetensors").unlink()  # what follows is of the session before it
+    result = eyas("check", out)
+    assert result.exit_code == 3
+    assert "w-0 in session of-w-0 (transformers" in line(result)
+    assert "differs from w-0 in session 20" in line(result)
+    written = [f"{out}/shards/{shard}" for shard in open_dataset(out).shards if shard not in before]
+    assert f": mv {' '.join(written)} {out}/canaries/shards/w-0-000001.safetensors ELSEWHERE" in result.stdout
+
+
 def test_where_the_first_is_wrong_it_is_named_and_not_the_others(captured: Path) -> None:
     right = open_dataset(captured / "canaries").shard(0)
     samples, made_by = list(right), right.metadata.engine
