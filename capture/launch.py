@@ -109,12 +109,18 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[IO[bytes]], a
         stopped = asked_to_stop.is_set() and status in (-signal.SIGTERM, -signal.SIGINT)
         return status not in (None, 0, EXIT_STOPPED_EARLY) and not stopped
 
+    def first_failure() -> int | None:
+        """One that a signal ended before those that fail because it is gone."""
+        return min(
+            (i for i, rank in enumerate(ranks) if has_failed(rank)), key=lambda i: ranks[i].returncode, default=None
+        )
+
     failed: int | None = None
     deadline = float("inf")
     while any(rank.poll() is None for rank in ranks):
         time.sleep(SECONDS_BETWEEN_POLLS)
         if failed is None:
-            failed = next((i for i, rank in enumerate(ranks) if has_failed(rank)), None)
+            failed = first_failure()
             if failed is not None:
                 deadline = time.monotonic() + SECONDS_AFTER_A_FAILURE
                 for rank in ranks:
@@ -126,13 +132,13 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Sequence[IO[bytes]], a
                     rank.kill()
     statuses = [rank.returncode for rank in ranks]
     if failed is None:
-        failed = next((i for i, rank in enumerate(ranks) if has_failed(rank)), None)
+        failed = first_failure()
     if failed is None:
         return EXIT_STOPPED_EARLY if any(statuses) else 0
     if failed > 0:
         _show_tail(failed, statuses[failed], logs[failed])
     elif statuses[0] < 0:
-        print(f"eyas: rank 0 was ended by {_signal_name(statuses[0])}", file=sys.stderr)
+        print(f"eyas: rank 0 {_ended(statuses[0])}", file=sys.stderr)
     return statuses[failed] if statuses[failed] > 0 else 1
 
 
@@ -140,8 +146,17 @@ def _show_tail(rank: int, status: int, log: IO[bytes]) -> None:
     size = log.seek(0, os.SEEK_END)
     log.seek(max(0, size - STDERR_TAIL_BYTES))
     tail = log.read().decode(errors="replace").strip()
-    ended = f"was ended by {_signal_name(status)}" if status < 0 else f"failed with exit status {status}"
-    print(f"eyas: rank {rank} {ended}" + (f", saying:\n{tail}" if tail else ""), file=sys.stderr)
+    print(f"eyas: rank {rank} {_ended(status)}" + (f", saying:\n{tail}" if tail else ""), file=sys.stderr)
+
+
+def _ended(status: int) -> str:
+    if status > 0:
+        return f"failed with exit status {status}"
+    memory = " (if nobody sent it, for memory)" if status == -signal.SIGKILL else ""
+    return (
+        f"was ended by {_signal_name(status)}{memory}. What was written before is kept: run the same command again to "
+        f"go on"
+    )
 
 
 def _signal_name(status: int) -> str:

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -260,6 +261,21 @@ def test_a_signal_seals_what_is_complete_and_exits_75(inputs: Path, tmp_path: Pa
     assert not dataset.problems
     assert 0 < dataset.num_samples < 20_000
     assert f"{dataset.num_samples:,} of" in stdout
+
+
+def test_ranks_that_are_killed_are_named_with_what_is_kept(inputs: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "eyas.cli.main", "capture", inputs / "prepared", tmp_path / "out",
+               "--target", inputs / "target", "--dp", 2]  # fmt: skip
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and len(ranks := psutil.Process(process.pid).children()) < 2:
+        time.sleep(0.01)
+    for rank in ranks:  # all: one that is left may wait half a minute for what is gone
+        rank.kill()
+    _, stderr = process.communicate()
+    assert process.returncode == 1
+    assert (
+        "eyas: rank 0 was ended by SIGKILL (if nobody sent it, for memory). What was written before is kept" in stderr
+    )
 
 
 def test_the_draft_is_checked_before_the_first_token_and_after_the_first_samples(inputs: Path, tmp_path: Path) -> None:
