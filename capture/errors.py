@@ -2,6 +2,12 @@
 
 from eyas.taps.errors import EyasError
 
+# What a capture says after the name of an engine's process that is gone.
+WHY_ENDED = (
+    "(what it said, if it could, stands above; if nothing does, it may have been killed for memory). What was sealed "
+    "is kept: run the same command again to go on"
+)
+
 
 class TargetError(EyasError):
     """The target cannot be loaded, has no stack of decoder layers that eyas can find, or does not fit the options."""
@@ -16,7 +22,7 @@ class PreparedError(EyasError):
 
 
 class CaptureFailed(EyasError):
-    """More samples were rejected than the user allows. What was captured is kept."""
+    """The engine failed, or more samples were rejected than the user allows. What was captured is kept."""
 
 
 class ConversationsError(EyasError):

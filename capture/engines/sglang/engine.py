@@ -40,7 +40,12 @@ from eyas.capture.engines.sglang.link import (
     Tested,
     from_array,
 )
-from eyas.capture.engines.sglang.load import LAST_RELEASE, check_options, installed_version, server_arguments
+from eyas.capture.engines.sglang.load import (
+    LAST_RELEASE,
+    check_options,
+    installed_version,
+    server_arguments,
+)
 from eyas.capture.engines.sglang.server import Server
 from eyas.capture.engines.transformers.batches import plan_batches
 from eyas.capture.engines.transformers.load import (
@@ -49,7 +54,7 @@ from eyas.capture.engines.transformers.load import (
     target_identity,
 )
 from eyas.capture.engines.transformers.parallel import Ranks
-from eyas.capture.errors import CaptureFailed, SelfTestError, TargetError
+from eyas.capture.errors import WHY_ENDED, CaptureFailed, SelfTestError, TargetError
 from eyas.capture.self_test import Probed, check_taps, check_workers_agree, read_reference, usable_probe
 from eyas.shards.identity import TargetIdentity
 from eyas.shards.sample import TokenSample
@@ -489,16 +494,13 @@ def _arrived(hub: Hub, server: Server) -> Iterator[tuple[int, Any]]:
             number, message = hub.inbox.get(timeout=timeout) if timeout else hub.inbox.get_nowait()
         except queue.Empty:
             if server.worker_failed.is_set():
-                raise TargetError("a process of SGLang failed; what it said stands above") from None
+                raise CaptureFailed(f"a process of SGLang ended {WHY_ENDED}") from None
             return
         timeout = None
         if isinstance(message, Failed):
             raise CaptureFailed(message.why)
         if isinstance(message, Gone):
-            raise TargetError(
-                "a worker of SGLang ended (what it said, if it could, stands above; if nothing does, it may have been "
-                "killed for memory). What was sealed is kept: run the same command again to go on"
-            )
+            raise CaptureFailed(f"a worker of SGLang ended {WHY_ENDED}")
         yield number, message
 
 

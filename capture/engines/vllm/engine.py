@@ -38,8 +38,8 @@ from eyas.capture.engines.vllm.load import (
     read_outline,
     start,
 )
-from eyas.capture.engines.vllm.worker import EVERY, RANK, ROW, Facts, Plan
-from eyas.capture.errors import CaptureFailed, SelfTestError
+from eyas.capture.engines.vllm.worker import EVERY, RANK, ROW, Facts, Failed, Plan
+from eyas.capture.errors import WHY_ENDED, CaptureFailed, SelfTestError
 from eyas.capture.self_test import Probed, check_taps, check_workers_agree, read_reference, usable_probe
 from eyas.shards.identity import TargetIdentity
 from eyas.shards.sample import Sample, TokenSample, sample_id
@@ -251,13 +251,12 @@ class VllmEngine:
                 self._step()
 
     def _step(self) -> list[Any]:
-        with _failures():
-            return self._loaded.engine.step()  # type: ignore[no-any-return]
+        engine = self._loaded.engine
+        with _failures(engine):
+            return engine.step()  # type: ignore[no-any-return]
 
     def _call(self, method: str, *arguments: object) -> list[Any]:
-        """Every worker's answer."""
-        with _failures():
-            return self._loaded.engine.collective_rpc(method, args=arguments)  # type: ignore[no-any-return]
+        return _call(self._loaded.engine, method, *arguments)
 
     def _refusal(self, sample: TokenSample) -> str | None:
         """Why a sample must not go through the target. On CUDA an id out of range would end the process."""
@@ -270,13 +269,8 @@ class VllmEngine:
         return None
 
     def _ask(self, method: str) -> list[Event]:
-        """The events of all workers. Raises the error that one of them met."""
-        events: list[Event] = []
-        for answer in self._call(method):
-            if isinstance(answer, EyasError):
-                raise answer
-            events += answer
-        return events
+        """The events of all workers."""
+        return [event for answer in self._call(method) for event in answer]
 
     def _metadata(self) -> dict[str, str]:
         """What made a shard, for its header: what may differ between workers of one dataset."""
@@ -346,12 +340,13 @@ def install(engine: LLMEngine, settings: EngineSettings, outline: TargetOutline)
         num_layers=outline.num_layers,
         hidden_size=outline.hidden_size,
     )
-    engine.collective_rpc("eyas_install", args=(plan,))
+    _call(engine, "eyas_install", plan)
     ids = [n % outline.vocab_size for n in range(LEARNING_TOKENS)]
     add_request(engine, "learning", ids[: outline.max_positions], {})
     while engine.has_unfinished_requests():
-        engine.step()
-    facts: Facts = engine.collective_rpc("eyas_facts")[0]
+        with _failures(engine):
+            engine.step()
+    facts: Facts = _call(engine, "eyas_facts")[0]
     return facts
 
 
@@ -371,18 +366,37 @@ def add_request(engine: LLMEngine, name: str, ids: Sequence[int], extra: dict[st
     engine.add_request(name, prompt, parameters)
 
 
+def _call(engine: LLMEngine, method: str, *arguments: object) -> list[Any]:
+    """Every worker's answer. Raises the error that one of them met."""
+    with _failures(engine):
+        answers: list[Any] = engine.collective_rpc(method, args=arguments)
+    for answer in answers:
+        if isinstance(answer, Failed):
+            raise answer.error
+    return answers
+
+
 @contextmanager
-def _failures() -> Iterator[None]:
+def _failures(engine: LLMEngine) -> Iterator[None]:
     """What vLLM raises when a worker failed or is gone, as one error."""
     try:
         yield
     except EyasError:
         raise
     except Exception as error:
+        if _has_ended(engine):
+            raise CaptureFailed(f"a worker of vLLM ended {WHY_ENDED}") from error
         raise CaptureFailed(
             f"vLLM failed: {type(error).__name__}: {error}. What was sealed is kept: run the same command again to go "
             f"on"
         ) from error
+
+
+def _has_ended(engine: LLMEngine) -> bool:
+    """Whether one of vLLM's workers is gone, where they are processes of this machine."""
+    executor: Any = engine.model_executor
+    processes = [worker.proc for worker in getattr(executor, "workers", ()) if hasattr(worker, "proc")]
+    return bool(getattr(executor, "is_failed", False)) or not all(process.is_alive() for process in processes)
 
 
 def _shut_down(engine: LLMEngine) -> None:

@@ -18,8 +18,9 @@ import platform
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from eyas.capture.engines.base import Event, SampleSource, Sink
 from eyas.capture.engines.vllm.hooks import ScheduledPiece, StepHooks, Wanted
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 ROW, RANK = "eyas_row", "eyas_rank"  # of a request's extra_args: its row of the samples, and the worker that writes it
 EVERY = -1  # in place of that worker: all of them write it
 SECONDS_BETWEEN_POLLS = 0.2
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,13 @@ class Facts:
     attention: str
 
 
+@dataclass(frozen=True)
+class Failed:
+    """In place of a worker's answer: what it met. Of an exception itself vLLM hands on no more than its text."""
+
+    error: EyasError
+
+
 class Collector:
     """In place of a shard writer during the self-test: keeps the samples."""
 
@@ -87,24 +96,28 @@ class Collector:
 class CaptureExtension:
     """Methods of vLLM's worker, on every rank. Their names start with eyas_, as nothing of vLLM's does."""
 
-    def eyas_install(self, plan: Plan) -> None:
+    def eyas_install(self, plan: Plan) -> Failed | None:
         """Hook the model. The next forward teaches the hooks how its layers hand on their sums."""
-        self._eyas = _Capture(self, plan)
+
+        def install() -> None:
+            self._eyas = _Capture(self, plan)
+
+        return _answer(install)
 
     def eyas_facts(self) -> Facts:
         return self._eyas.facts()
 
-    def eyas_open(self, source: SampleSource, sink: Sink | None, metadata: dict[str, str]) -> None:
+    def eyas_open(self, source: SampleSource, sink: Sink | None, metadata: dict[str, str]) -> Failed | None:
         """From now on capture the requests that name a row of ``source``: into ``sink``, or to be collected."""
-        self._eyas.open(source, sink, metadata)
+        return _answer(lambda: self._eyas.open(source, sink, metadata))
 
-    def eyas_poll(self) -> list[Event] | EyasError:
+    def eyas_poll(self) -> list[Event] | Failed:
         """What became of samples since the last call, or what went wrong."""
-        return self._eyas.poll()
+        return _answer(self._eyas.poll)
 
-    def eyas_finish(self) -> list[Event] | EyasError:
+    def eyas_finish(self) -> list[Event] | Failed:
         """Seal everything, and give the remaining events."""
-        return self._eyas.finish()
+        return _answer(self._eyas.finish)
 
     def eyas_collected(self) -> list[Sample]:
         return self._eyas.collected()
@@ -179,22 +192,15 @@ class _Capture:
         )
         self._pump.__enter__()
 
-    def poll(self) -> list[Event] | EyasError:
-        try:
-            if self._error is not None:
-                raise self._error
-            return [] if self._pump is None else self._pump.events()
-        except EyasError as error:
-            return error
+    def poll(self) -> list[Event]:
+        if self._error is not None:
+            raise self._error
+        return [] if self._pump is None else self._pump.events()
 
-    def finish(self) -> list[Event] | EyasError:
-        if isinstance(failed := self.poll(), EyasError):
-            return failed
+    def finish(self) -> list[Event]:
+        events = self.poll()
         assert self._pump is not None
-        try:
-            return failed + self._pump.finish()
-        except EyasError as error:
-            return error
+        return events + self._pump.finish()
 
     def collected(self) -> list[Sample]:
         assert isinstance(self._writer, Collector)
@@ -253,6 +259,13 @@ class _Capture:
         except EyasError as error:
             # Told at the driver's next question: raised here it would end vLLM, and say so instead of the cause.
             self._error = error
+
+
+def _answer(action: Callable[[], _T]) -> _T | Failed:
+    try:
+        return action()
+    except EyasError as error:
+        return Failed(error)
 
 
 def _follow_parent() -> None:

@@ -141,6 +141,20 @@ def test_a_kill_loses_and_doubles_nothing_tp2(
     assert_canaries(out, workers=2, tp="1, 2")
 
 
+def test_the_end_of_a_process_that_holds_no_model_says_what_is_kept(worlds: Worlds, tmp_path: Path) -> None:
+    world, out = worlds("llama"), tmp_path / "out"
+    process = _started(
+        world, out, *sglang(world, "--taps", world.some_taps, "--shard-size", "64KiB", "--batch-tokens", 64)
+    )
+    children = {" ".join(child.cmdline()).strip(): child for child in psutil.Process(process.pid).children()}
+    children["sglang::scheduler"].suspend()  # or the capture may be through before SGLang misses the other
+    children["sglang::detokenizer"].kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "a process of SGLang ended" in errors
+    assert "What was sealed is kept: run the same command again" in errors
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_seals_what_is_complete(worlds: Worlds, tmp_path: Path, number: signal.Signals) -> None:
     world, out = worlds("llama"), tmp_path / "out"

@@ -1,13 +1,19 @@
-"""Run ``eyas ARGUMENTS`` with a fault in the vLLM engine: `off_by_one.py layer|row|aux ARGUMENTS`."""
+"""Run ``eyas ARGUMENTS`` with a fault in the vLLM engine: `off_by_one.py layer|row|aux|disk ARGUMENTS`.
+
+Workers of vLLM are spawned: they run this file as a module, with the same arguments.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from eyas.capture.engines.vllm import hooks, worker
 from eyas.cli.main import main
+from eyas.shards import writer
 from eyas.taps.notation import Tap, after
 
 
@@ -52,6 +58,16 @@ def shift_aux_layers() -> None:
     SupportsEagle3.set_aux_hidden_state_layers = wrong
 
 
+def fill_disk() -> None:
+    """No shard can be written."""
+
+    def full(*_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer._write_new = full
+
+
+{"layer": shift_layers, "row": shift_rows, "aux": shift_aux_layers, "disk": fill_disk}[sys.argv[1]]()
+
 if __name__ == "__main__":
-    {"layer": shift_layers, "row": shift_rows, "aux": shift_aux_layers}[sys.argv[1]]()
     main(sys.argv[2:])

@@ -113,17 +113,35 @@ def test_an_engine_that_is_off_by_one_is_refused(worlds: Worlds, tmp_path: Path,
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 
+def test_a_full_disk_is_told_once_and_as_what_it_is(worlds: Worlds, tmp_path: Path) -> None:
+    world = worlds("llama")
+    options = ("--engine", "vllm", "--tp", 2, "--taps", "after:1", "--max-samples", 4)
+    command = capture_command(world, tmp_path / "out", *options)
+    full = [sys.executable, str(Path(__file__).with_name("off_by_one.py")), "disk", *command[3:]]
+    result = subprocess.run(full, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 1
+    (message,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert "no space left" in message
+    assert message.count("run the same command again") == 1
+
+
 @pytest.mark.parametrize("victim", ["driver", "worker"])
 def test_a_kill_loses_and_doubles_nothing(worlds: Worlds, tmp_path: Path, victim: str) -> None:
     world, out = worlds("llama"), tmp_path / "out"
     options = ("--engine", "vllm", "--taps", world.some_taps, "--shard-size", "64KiB", "--batch-tokens", 64)
     command = capture_command(world, out, *options, "--tp", 2)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with open(tmp_path / "errors", "wb") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
     _wait_for(lambda: len(list((out / "shards").glob("w-*"))) > 2 or process.poll() is not None)
     workers = [child for child in psutil.Process(process.pid).children() if "Worker_TP" in " ".join(child.cmdline())]
     assert len(workers) == 2
     os.kill(process.pid if victim == "driver" else workers[1].pid, signal.SIGKILL)
     assert process.wait(timeout=60) != 0
+    if victim == "worker":
+        told = (tmp_path / "errors").read_text().splitlines()
+        (message,) = [line for line in told if line.startswith("Error: ")]
+        assert "a worker of vLLM ended" in message
+        assert "What was sealed is kept: run the same command again" in message
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive, "a worker outlives its driver"
     before = len(open_dataset(out).shards)
