@@ -44,6 +44,7 @@ from eyas.capture.engines.sglang.load import (
     LAST_RELEASE,
     check_options,
     installed_version,
+    parse_options,
     server_arguments,
 )
 from eyas.capture.engines.sglang.server import Server
@@ -268,12 +269,7 @@ class SglangEngine:
         if ranks.rank == 0:
             for row in work.rows[~fits]:
                 sample = work.source[int(row)]
-                yield Rejected(
-                    sample_id=sample.sample_id,
-                    reason=f"{sample.num_tokens} tokens, and SGLang takes 1 to {longest} here: the target's positions "
-                    f"allow {self._outline.max_positions or 'any number'}, the rest is memory (--mem-fraction-static "
-                    f"after --)",
-                )
+                yield Rejected(sample_id=sample.sample_id, reason=self._too_long(sample.num_tokens))
         batches = plan_batches(work.rows[fits], work.lengths[fits], batch_tokens=running.batch_tokens)
         for connection, hello in running.hellos.items():
             start = Start(sink=sink, rank=ranks.rank * settings.tp + hello.member, metadata=self._metadata())
@@ -365,6 +361,16 @@ class SglangEngine:
         future.add_done_callback(answered)
         return rid
 
+    def _too_long(self, num_tokens: int) -> str:
+        """Why a sample of ``num_tokens`` is not taken: more than one thing limits the length."""
+        longest = self.max_positions
+        if longest == self._outline.max_positions:
+            return f"{num_tokens} tokens, and the target's positions allow 1 to {longest}"
+        return (
+            f"{num_tokens} tokens, and SGLang takes 1 to {longest} here, by its options or its memory "
+            f"(--context-length, --max-total-tokens, --mem-fraction-static after --)"
+        )
+
     def _refusal(self, sample: TokenSample) -> str | None:
         """Why a sample must not go through the target."""
         smallest, largest = int(sample.input_ids.min()), int(sample.input_ids.max())
@@ -437,6 +443,8 @@ def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
     """Refuse what can be refused without starting SGLang. Raises TargetError, TapError or UsageError."""
     _check_place(outline, settings)
     _aux_capture(outline, settings, installed_version())
+    if settings.engine_options:
+        parse_options(settings)  # what SGLang does not know, before anything is made
 
 
 def create_prober(settings: EngineSettings) -> SglangEngine:

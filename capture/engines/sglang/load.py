@@ -25,6 +25,7 @@ __all__ = [
     "check_options",
     "hash_weights",
     "installed_version",
+    "parse_options",
     "read_outline",
     "server_arguments",
 ]
@@ -153,15 +154,21 @@ def answering_arguments(settings: EngineSettings, outline: TargetOutline) -> Any
     return _arguments(settings, outline, {"dp_size": settings.dp}, shift=0)
 
 
-def _arguments(settings: EngineSettings, outline: TargetOutline, wanted: Mapping[str, Any], *, shift: int) -> Any:
-    """``wanted``: what holds whatever is given; ``shift``: of the first GPU."""
+def parse_options(settings: EngineSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """SGLang's defaults, and these with ``settings``' options. Raises UsageError for options it does not know."""
     from sglang.srt.server_args import ServerArgs
 
     parser = _Parser(prog="sglang", add_help=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     required = ["--model-path", settings.target]
-    defaults = vars(parser.parse_args(required))
-    given = vars(parser.parse_args([*required, *settings.engine_options]))
+    return vars(parser.parse_args(required)), vars(parser.parse_args([*required, *settings.engine_options]))
+
+
+def _arguments(settings: EngineSettings, outline: TargetOutline, wanted: Mapping[str, Any], *, shift: int) -> Any:
+    """``wanted``: what holds whatever is given; ``shift``: of the first GPU."""
+    from sglang.srt.server_args import ServerArgs
+
+    defaults, given = parse_options(settings)
     fixed: dict[str, Any] = {
         **_TOKENS_ONLY,
         **wanted,

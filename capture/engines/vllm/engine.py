@@ -35,7 +35,9 @@ from eyas.capture.engines.vllm.load import (
     check_options,
     installed_version,
     is_known_version,
+    parse_options,
     read_outline,
+    set_environment_of_a_capture,
     start,
 )
 from eyas.capture.engines.vllm.worker import EVERY, RANK, ROW, Facts, Failed, Plan
@@ -200,7 +202,9 @@ class VllmEngine:
             sample = work.source[int(row)]
             yield Rejected(
                 sample_id=sample.sample_id,
-                reason=f"{sample.num_tokens} tokens, and vLLM takes 1 to {longest} here (--max-model-len after --)",
+                reason=f"{sample.num_tokens} tokens, and the target's positions allow 1 to {longest}"
+                if longest == self._outline.max_positions
+                else f"{sample.num_tokens} tokens, and vLLM takes 1 to {longest} here (--max-model-len after --)",
             )
         self._call("eyas_open", work.source, sink, self._metadata())
         try:
@@ -303,6 +307,9 @@ def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
     installed_version()
     if settings.device != "auto":
         raise UsageError(f"--device {settings.device} with --engine vllm: vLLM's build decides where it runs")
+    if settings.engine_options:
+        set_environment_of_a_capture()
+        parse_options(settings)  # what vLLM does not know, before anything is made
 
 
 def create_engine(settings: EngineSettings) -> VllmEngine:

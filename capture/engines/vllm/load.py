@@ -38,6 +38,7 @@ __all__ = [
     "read_outline",
     "run_workers",
     "set_environment",
+    "set_environment_of_a_capture",
     "start",
 ]
 
@@ -246,7 +247,7 @@ def start(
 
     draft: vLLM's speculative_config, for a target that is run as it is served: with the model runner it is served by.
     """
-    _set_environment_of_a_capture(any_runner=draft is not None)
+    set_environment_of_a_capture(any_runner=draft is not None)
     arguments = engine_arguments(settings, outline)
     arguments.worker_extension_cls = worker_extension
     arguments.speculative_config = None if draft is None else dict(draft)
@@ -267,7 +268,7 @@ def run_workers(settings: EngineSettings, outline: TargetOutline) -> Iterator[He
 
     Raises TargetError where it does not start, UsageError for options that vLLM refuses.
     """
-    _set_environment_of_a_capture()
+    set_environment_of_a_capture()
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     arguments = engine_arguments(settings, outline)
@@ -309,7 +310,8 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
-def _set_environment_of_a_capture(*, any_runner: bool = False) -> None:
+def set_environment_of_a_capture(*, any_runner: bool = False) -> None:
+    """The same, with what a capture needs; ``any_runner``: whichever model runner vLLM would serve with."""
     set_environment()
     if not any_runner:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # V2 keeps the order of a batch's rows to itself

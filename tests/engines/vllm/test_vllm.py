@@ -125,6 +125,17 @@ def test_a_full_disk_is_told_once_and_as_what_it_is(worlds: Worlds, tmp_path: Pa
     assert message.count("run the same command again") == 1
 
 
+def test_options_that_vllm_does_not_know_are_wrong_usage_before_anything_is_made(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    result = capture(
+        worlds("llama"), tmp_path / "out", "--engine", "vllm", "--taps", "after:1", "--", "--no-such-option"
+    )
+    assert result.returncode == 2, result.stderr
+    assert "--no-such-option: vLLM has no such option" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("victim", ["driver", "worker"])
 def test_a_kill_loses_and_doubles_nothing(worlds: Worlds, tmp_path: Path, victim: str) -> None:
     world, out = worlds("llama"), tmp_path / "out"
