@@ -61,7 +61,7 @@ class CaptureConfig:
     codec: Literal["raw", "zstd"] = "raw"
     worker: str  # rank r writes as f"{worker}-{r}"
     shard_bytes: int = 1 << 30
-    codec_threads: int = 4
+    codec_threads: int = 8
     max_samples: int | None = None  # the first so many of the prepared samples
     max_runtime_seconds: float | None = None
     max_rejects: float = 0.01  # share of the prepared samples

@@ -60,7 +60,7 @@ FIRST_SAMPLES = 8  # sealed and replayed, with --draft, before the rest is captu
     "--batch-tokens", type=click.IntRange(1), help="Tokens in one forward pass, at most; default: 16384, on a CPU 2048."
 )
 @click.option("--shard-size", type=size, default="1GiB", help="About the size of a shard.")
-@click.option("--codec-threads", type=click.IntRange(1), default=4, help="Threads that compress, per process.")
+@click.option("--codec-threads", type=click.IntRange(1), default=8, help="Threads that compress, per process.")
 @click.option("--worker", help="The name shards start with; default: this host's.")
 @click.option("--max-samples", type=click.IntRange(1), help="Capture only the first so many prepared samples.")
 @click.option("--max-runtime", type=duration, help="Seal and exit 75 after this time, e.g. 11h30m.")

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from eyas.align.live import CannotFeed, LiveEngine, LiveStates
 from eyas.capture.engines.base import EngineSettings, TargetOutline
 from eyas.capture.engines.vllm.engine import LEARNING_TOKENS, add_request
@@ -18,6 +20,9 @@ from eyas.taps.errors import EyasError
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
+# Model runner V2 of 0.24 looks for a draft's weights whatever draft_load_config says. V1, which reads layer ids alike,
+# and V2 of this release make random ones (v1/worker/gpu/spec_decode/eagle/utils.py). Those between were not looked at.
+V2_LOADS_DRAFTS_BY_CONFIG = Version("0.32")
 WORKER_EXTENSION = "eyas.align.live.vllm_worker.LiveExtension"
 
 
@@ -81,7 +86,13 @@ def open_live(settings: EngineSettings, outline: TargetOutline, draft: Path) -> 
     speculative: dict[str, Any] = {"method": "eagle3", "model": str(draft.absolute()), "num_speculative_tokens": 1}
     if not has_weights:
         speculative["draft_load_config"] = {"load_format": "dummy"}
-    engine = start(settings, outline, draft=speculative, worker_extension=WORKER_EXTENSION)
+    engine = start(
+        settings,
+        outline,
+        draft=speculative,
+        any_runner=has_weights or Version(installed_version()) >= V2_LOADS_DRAFTS_BY_CONFIG,
+        worker_extension=WORKER_EXTENSION,
+    )
     try:
         arguments = (settings.taps, outline.num_layers, outline.hidden_size, settings.dtype)
         runner = engine.collective_rpc("eyas_live_install", args=arguments)[0]

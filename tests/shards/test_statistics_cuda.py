@@ -27,7 +27,7 @@ def test_they_equal_numpys(dtype: torch.dtype, shape: tuple[int, int, int]) -> N
     exact = values.double().cpu().numpy()
     finite_rows = np.isfinite(exact).all(-1)  # [T, A]
     cleaned = np.where(finite_rows[:, :, None], exact, 0)
-    np.testing.assert_allclose(found[:, 0], np.linalg.norm(cleaned, axis=-1).sum(0), rtol=1e-5)
+    np.testing.assert_allclose(found[:, 0], np.linalg.norm(cleaned, axis=-1).sum(0), rtol=1e-5, atol=1e-18)
     np.testing.assert_array_equal(found[:, 1], np.abs(cleaned).max((0, 2)))
     np.testing.assert_array_equal(found[:, 2], (exact == 0).sum((0, 2)))
     np.testing.assert_array_equal(found[:, 3], (~np.isfinite(exact)).sum((0, 2)))

@@ -241,13 +241,15 @@ def start(
     outline: TargetOutline,
     *,
     draft: Mapping[str, Any] | None = None,
+    any_runner: bool = False,
     worker_extension: str = WORKER_EXTENSION,
 ) -> LLMEngine:
     """vLLM as a capture needs it. Raises TargetError where it does not start, UsageError for options it refuses.
 
-    draft: vLLM's speculative_config, for a target that is run as it is served: with the model runner it is served by.
+    draft: vLLM's speculative_config, for a target that is run as it is served; any_runner: by the model runner that
+    vLLM would serve it with.
     """
-    set_environment_of_a_capture(any_runner=draft is not None)
+    set_environment_of_a_capture(any_runner=any_runner)
     arguments = engine_arguments(settings, outline)
     arguments.worker_extension_cls = worker_extension
     arguments.speculative_config = None if draft is None else dict(draft)
