@@ -14,8 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
 from eyas.capture.engines.base import EngineSettings, TargetOutline
 from eyas.capture.engines.transformers.load import hash_weights, read_outline
 from eyas.capture.errors import TargetError
@@ -94,17 +92,6 @@ _REFUSED = {
 }
 CAPTURE = Rules(command="capture", decided={**DECIDED, "max_num_batched_tokens": "--batch-tokens"}, refused=_REFUSED)
 
-# What vLLM raises where it does not start.
-_DOES_NOT_START = (
-    ValueError,
-    RuntimeError,
-    OSError,
-    NotImplementedError,
-    AssertionError,
-    ImportError,
-    KeyError,
-    SafetensorError,
-)
 _SHORT = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",
@@ -232,8 +219,15 @@ def launch(arguments: Any) -> LLMEngine:
 
     try:
         return LLMEngine.from_engine_args(arguments)
-    except _DOES_NOT_START as error:
-        raise TargetError(f"--target {arguments.model}: vLLM does not start: {error}") from error
+    except Exception as error:  # of any kind: it runs the model once to learn what memory it takes
+        raise _does_not_start(arguments.model, error) from error
+
+
+def _does_not_start(target: str, error: Exception) -> TargetError:
+    """What is said of ``error``: of its kind, too, where vLLM did not raise it to explain itself."""
+    explained = isinstance(error, (ValueError, RuntimeError, OSError, NotImplementedError))
+    kind = "" if explained else f"{type(error).__name__}: "
+    return TargetError(f"--target {target}: vLLM does not start: {kind}{error}")
 
 
 def start(
@@ -276,8 +270,8 @@ def run_workers(settings: EngineSettings, outline: TargetOutline) -> Iterator[He
     arguments = engine_arguments(settings, outline)
     try:
         executor = MultiprocExecutor(arguments.create_engine_config(headless=True), monitor_workers=False)
-    except _DOES_NOT_START as error:
-        raise TargetError(f"--target {settings.target}: vLLM does not start: {error}") from error
+    except Exception as error:
+        raise _does_not_start(settings.target, error) from error
     workers = HeadlessWorkers([handle.proc for handle in executor.workers])
     try:
         yield workers
