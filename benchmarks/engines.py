@@ -7,8 +7,10 @@ Run by the interpreter of an environment with eyas and vLLM. Theirs: vLLM's serv
 (on a CPU its copy replaced, tests/standardize/formats/real/cpu_connector.py) and ``speculators generate-offline-data``,
 which moves one file a sample into its folder; timed by its own word, from its first request on. Ours: ``eyas capture
 --engine vllm`` from its first sample on, the last shard's fsync included; without target statistics, which theirs does
-not have, and with them. Loading the target, eyas' self-test and a first round of theirs are in no figure. Both store
-after:1, after:14, after:26 and after:29 in the target's dtype and run eagerly on all cores, 2048 tokens in a batch.
+not have, and with them. Beside them vLLM alone, in this process, which stores nothing: the most that any capture of
+the same forwards can reach. Loading the target, eyas' self-test and a first round of theirs are in no figure. Both
+store after:1, after:14, after:26 and after:29 in the target's dtype and run eagerly on all cores, 2048 tokens in a
+batch.
 """
 
 from __future__ import annotations
@@ -116,6 +118,36 @@ class Theirs:
         return done.stdout
 
 
+class Alone:
+    """vLLM in this process."""
+
+    def __init__(self, options: argparse.Namespace, prepared: Path) -> None:
+        from eyas.capture.engines.base import EngineSettings
+        from eyas.capture.engines.vllm.load import engine_arguments, launch, read_outline, set_environment_of_a_capture
+        from eyas.capture.prepared import PreparedSamples
+
+        set_environment_of_a_capture()
+        outline = read_outline(options.target)
+        settings = EngineSettings(
+            target=options.target, taps=(), last_hidden=None, dtype="bfloat16", target_statistics=False,
+            batch_tokens=options.batch_tokens,
+        )  # fmt: skip
+        self._engine = launch(engine_arguments(settings, outline))
+        source = PreparedSamples.open(prepared)
+        self._samples = [source[row].input_ids.tolist() for row in range(len(source))]
+
+    def seconds(self) -> float:
+        """Of one pass over the samples."""
+        from eyas.capture.engines.vllm.engine import add_request
+
+        started = time.monotonic()
+        for row, ids in enumerate(self._samples):
+            add_request(self._engine, f"alone-{row}", ids, {})
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return time.monotonic() - started
+
+
 def eyas(*arguments: object) -> str:
     command = [sys.executable, "-m", "eyas.cli.main", *map(str, arguments)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -169,21 +201,25 @@ def main() -> None:
              options.max_samples, "--max-tokens", options.max_tokens)  # fmt: skip
     num_samples, num_tokens = write_samples(prepared, samples)
     print(f"{num_samples} samples, {num_tokens:,} tokens; load of the machine {os.getloadavg()[0]:.1f}", flush=True)
-    print("| round | load | speculators | eyas | eyas, target statistics |\n|---|---|---|---|---|", flush=True)
-    rates: list[tuple[float, float, float]] = []
+    print("| round | load | vLLM alone | speculators | eyas | eyas, target statistics |", flush=True)
+    print("|---|---|---|---|---|---|", flush=True)
+    rates: list[list[float]] = []
     with Theirs(options, samples) as theirs:
+        alone = Alone(options, prepared)  # after their server, which would inherit its environment
         theirs.seconds(num_samples)
+        alone.seconds()
         for number in range(options.rounds):
-            rate = (
-                num_tokens / theirs.seconds(num_samples),
-                num_tokens / ours(options, prepared, num_samples, "--no-target-statistics"),
-                num_tokens / ours(options, prepared, num_samples),
-            )
-            rates.append(rate)
-            cells = " | ".join(f"{value:,.0f}" for value in rate)
+            seconds = [
+                alone.seconds(),
+                theirs.seconds(num_samples),
+                ours(options, prepared, num_samples, "--no-target-statistics"),
+                ours(options, prepared, num_samples),
+            ]
+            rates.append([num_tokens / value for value in seconds])
+            cells = " | ".join(f"{value:,.0f}" for value in rates[-1])
             print(f"| {number + 1} | {os.getloadavg()[0]:.1f} | {cells} |", flush=True)
-    for name, place in (("eyas", 1), ("eyas, target statistics", 2)):
-        ratio = statistics.median(rate[place] / rate[0] for rate in rates)
+    for name, place in (("vLLM alone", 0), ("eyas", 2), ("eyas, target statistics", 3)):
+        ratio = statistics.median(rate[place] / rate[1] for rate in rates)
         print(f"{name}: {ratio:.2f}x theirs (median of {len(rates)} rounds, tokens/s)")
 
 
