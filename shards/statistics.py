@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from eyas.shards.gpu_kernels import can_compile_kernels
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 SUM_NORM, MAX_ABS, ZEROS, NONFINITE = range(4)
 
 _LARGEST = float(np.finfo(np.float32).max)
-_CHUNK_ELEMENTS = 1 << 19  # on a CPU: keeps the temporaries in cache
+_CHUNK_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 19}  # bounds the temporaries, on a CPU keeps them in cache
 
 
 def tap_statistics(features: Tensor) -> Tensor:
@@ -25,8 +27,7 @@ def tap_statistics(features: Tensor) -> Tensor:
     """
     import torch
 
-    if features.is_cuda:
-        # Where it is used: Triton comes with torch's builds for GPUs alone.
+    if features.is_cuda and can_compile_kernels():
         from eyas.shards.statistics_triton import row_statistics
 
         norms, peaks, zeros_of_rows, nonfinite = row_statistics(features)  # [T, A] each
@@ -41,18 +42,24 @@ def tap_statistics(features: Tensor) -> Tensor:
             dim=1,
         )
     num_taps, hidden_size = features.shape[1:]
-    total = torch.zeros(num_taps, 4, dtype=torch.float64)  # [A, 4]
-    step = max(1, _CHUNK_ELEMENTS // (num_taps * hidden_size))
-    scratch = _Scratch(features[:step])
+    total = torch.zeros(num_taps, 4, dtype=torch.float64, device=features.device)  # [A, 4]
+    on_cpu = features.device.type == "cpu"
+    step = max(1, _CHUNK_ELEMENTS["cpu" if on_cpu else "cuda"] // (num_taps * hidden_size))
+    scratch = _Scratch(features[:step]) if on_cpu else None
     for start in range(0, len(features), step):
         rows = features[start : start + step]  # [t, A, H]
-        wide, peaks, zeros = scratch.look(rows)  # [t, A, H], [t, A], [A]
+        if scratch is not None:
+            wide, peaks, zeros = scratch.look(rows)  # [t, A, H], [t, A], [A]
+        else:
+            wide = rows
+            peaks = torch.maximum(rows.amax(-1), -rows.amin(-1)).float()  # [t, A]
+            zeros = (rows == 0).sum((0, 2))  # [A]
         norms = torch.linalg.vector_norm(wide, dim=-1, dtype=torch.float32)  # [t, A]
         finite = torch.isfinite(peaks)  # [t, A], a peak is NaN where the row holds one
         total[:, SUM_NORM] += norms.clamp(max=_LARGEST).where(finite, 0).sum(0, dtype=torch.float64)
         total[:, MAX_ABS] = torch.maximum(total[:, MAX_ABS], peaks.where(finite, 0).amax(0).double())
         total[:, ZEROS] += zeros
-        if not bool(finite.all()):
+        if not (on_cpu and bool(finite.all())):
             total[:, NONFINITE] += len(rows) * hidden_size - torch.isfinite(wide).sum((0, 2))
     return total
 

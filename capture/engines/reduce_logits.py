@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from eyas.shards.gpu_kernels import can_compile_kernels
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,10 +27,9 @@ def reduce_logits(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Largest (float32 [K]), its column (int64 [K], the first among equals) and logsumexp in float32 (float32 [K]) of
     ``logits`` [K, V], floats of any width.
 
-    A NaN or an infinity in a row gives a logsumexp that is not finite. On a GPU the logits are read once.
+    A NaN or an infinity in a row gives a logsumexp that is not finite.
     """
-    if logits.is_cuda:
-        # Where it is used: Triton comes with torch's builds for GPUs alone.
+    if logits.is_cuda and can_compile_kernels():
         from eyas.capture.engines.reduce_logits_triton import reduce_logits_triton
 
         return reduce_logits_triton(logits)

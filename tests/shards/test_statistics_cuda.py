@@ -13,6 +13,11 @@ from eyas.shards.statistics import tap_statistics
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=["kernel", "torch"])
+def with_and_without_a_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.shards.statistics.can_compile_kernels", lambda: request.param)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (300, 3, 576), (5, 4, 5001), (2048, 3, 4096)])
 def test_they_equal_numpys(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:

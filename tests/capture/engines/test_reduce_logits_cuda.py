@@ -12,6 +12,11 @@ from eyas.capture.engines.reduce_logits import reduce_logits
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=["kernel", "torch"])
+def with_and_without_a_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.capture.engines.reduce_logits.can_compile_kernels", lambda: request.param)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 1), (3, 4095), (5, 49_152), (700, 128_256)])
 def test_the_largest_logit_its_first_column_and_the_logsumexp(
