@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eyas.capture.engines import ENGINES, ONE_COPY_ENGINES, SERVING_ENGINES, num_processes
+from eyas.capture.engines import ENGINES, SERVING_ENGINES, num_processes
 from eyas.cli.main import ARGUMENTS
 from eyas.cli.parameters import duration, format_bytes, model, size
 from eyas.cli.progress import Progress, format_seconds
@@ -225,7 +225,7 @@ def _refuse_mismatch(report: Report, when: str, *, as_json: bool) -> None:
 def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline, DatasetIdentity]:
     import socket
 
-    from eyas.capture.engines import check_settings, read_outline
+    from eyas.capture.engines import check_settings, read_nodes, read_outline
     from eyas.capture.engines.base import EngineSettings
     from eyas.capture.prepared import PreparedSamples
     from eyas.capture.ranks import check_world_size
@@ -242,11 +242,6 @@ def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline, Dat
             f"--engine {' or '.join(SERVING_ENGINES)}, and this is --engine {engine}"
         )
     serving = engine in SERVING_ENGINES
-    if engine in ONE_COPY_ENGINES and options["dp"] > 1:
-        raise UsageError(
-            f"--dp {options['dp']} with --engine {engine}: eyas drives one engine, and one capture writes into a "
-            f"dataset: spread the target over more GPUs with --tp"
-        )
     check_world_size(tp=1 if serving else options["tp"], dp=options["dp"])
     prepared = PreparedSamples.open(options["prepared"])
     revision, trust_remote_code = options["revision"], options["trust_remote_code"]
@@ -273,6 +268,12 @@ def _resolve(options: dict[str, Any]) -> tuple[CaptureConfig, TargetOutline, Dat
         batch_tokens=options["batch_tokens"],
         engine_options=options["engine_options"],
     )
+    num_nodes = read_nodes(engine, settings)[0]
+    if num_nodes > 1 and options["dp"] > 1:
+        raise UsageError(
+            f"--dp {options['dp']} with --nnodes {num_nodes} after --: either one copy over several nodes, or several "
+            f"copies (on several machines torchrun starts them)"
+        )
     check_settings(engine, outline, settings)
     config = CaptureConfig(
         prepared=options["prepared"],

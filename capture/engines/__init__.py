@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 ENGINES = ("transformers", "vllm", "sglang")
 # They start one worker a GPU themselves: eyas is one process then, and settings.engine_options are for them.
 SERVING_ENGINES = ("vllm", "sglang")
-ONE_COPY_ENGINES = ("vllm",)  # no --dp
 MULTI_NODE_ENGINES = ("vllm",)  # one copy over several nodes, of which the first drives
 
 

@@ -41,10 +41,10 @@ def test_without_vllm_the_extra_is_named(inputs: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--engine", "vllm", "--dp", 2), "--dp 2 with --engine vllm"),
+        (("--engine", "vllm", "--dp", 2, "--", "--nnodes", 2), "--dp 2 with --nnodes 2 after --"),
         (("--engine", "vllm", "--", "--pipeline-parallel-size", 2), "--pipeline-parallel-size after --: not with"),
         (("--engine", "vllm", "--", "-pp", 2), "--pipeline-parallel-size after --: not with"),
-        (("--engine", "vllm", "--", "--data-parallel-size=2"), "--data-parallel-size after --: not with"),
+        (("--engine", "vllm", "--", "--data-parallel-size=2"), "give eyas capture --dp instead"),
         (("--engine", "vllm", "--", "--enable-prefix-caching"), "a cached prefix is not computed"),
         (("--engine", "vllm", "--", "--speculative_config", "{}"), "captured without a draft"),
         (("--engine", "vllm", "--", "--no-enforce-eager"), "a compiled model would not call the hooks"),

@@ -10,13 +10,14 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from eyas.capture.engines.base import (
     EngineSettings,
@@ -31,6 +32,7 @@ from eyas.capture.engines.transformers.load import (
     read_head_facts,
     target_identity,
 )
+from eyas.capture.engines.transformers.parallel import Ranks
 from eyas.capture.engines.vllm.load import (
     check_options,
     installed_version,
@@ -51,6 +53,8 @@ from eyas.taps.notation import validate_taps
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
+Rows = npt.NDArray[np.int64]
+
 # Requests that vLLM holds, so that its scheduler always fills a batch: those of this many batches, by tokens.
 BATCHES_AHEAD = 4
 MOST_REQUESTS = 4096  # at a time, where samples are short
@@ -64,6 +68,8 @@ FINAL_TOLERANCE = 0.05
 class _Running:
     engine: LLMEngine
     facts: Facts
+    ranks: Ranks  # of eyas' own processes, each with a vLLM of its own
+    leave: ExitStack  # ends all of it
 
 
 class VllmEngine:
@@ -73,6 +79,7 @@ class VllmEngine:
         self._settings = settings
         self._running: _Running | None = None
         self._self_test = "none"
+        self._num_captures = 0
 
     def __enter__(self) -> VllmEngine:
         """Start vLLM with the target and hook its workers.
@@ -80,23 +87,25 @@ class VllmEngine:
         Raises TargetError, UsageError or TapError: what can be refused from the configuration alone is, before
         anything loads.
         """
+        import torch
+
         settings, outline = self._settings, self._outline
         check_settings(outline, settings)
-        engine = start(settings, outline)
-        try:
+        with ExitStack() as stack:
+            ranks = Ranks(1, torch.device("cpu"))
+            stack.push(lambda kind, *_: ranks.leave(failed=kind is not None))
+            engine = start(settings, outline)
+            stack.callback(_shut_down, engine)
             facts = install(engine, settings, outline)
-        except BaseException:
-            _shut_down(engine)
-            raise
-        self._running = _Running(engine=engine, facts=facts)
+            self._running = _Running(engine=engine, facts=facts, ranks=ranks, leave=stack.pop_all())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        engine = self._loaded.engine
+        leave = self._loaded.leave
         self._running = None
-        _shut_down(engine)
+        leave.__exit__(kind, error, traceback)
 
     @property
     def vllm(self) -> LLMEngine:
@@ -178,7 +187,7 @@ class VllmEngine:
             for s in samples
         ]
         named = list({sample.sample_id: sample for sample in named}.values())
-        self._call("eyas_open", named, None, {})
+        self._call("eyas_open", named, None, {}, 0)
         for row, sample in enumerate(named):
             add_request(engine, f"probe-{row}", sample.input_ids.tolist(), {ROW: row, RANK: EVERY})
         while engine.has_unfinished_requests():
@@ -196,9 +205,11 @@ class VllmEngine:
 
     def capture(self, work: Work, sink: Sink, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """Capture ``work`` (see Engine.capture)."""
+        ranks, settings = self._loaded.ranks, self._settings
+        self._num_captures += 1
         longest = self.max_positions or np.iinfo(np.int64).max
         fits = (work.lengths >= 1) & (work.lengths <= longest)
-        for row in work.rows[~fits]:
+        for row in work.rows[~fits] if ranks.rank == 0 else ():
             sample = work.source[int(row)]
             yield Rejected(
                 sample_id=sample.sample_id,
@@ -206,9 +217,9 @@ class VllmEngine:
                 if longest == self._outline.max_positions
                 else f"{sample.num_tokens} tokens, and vLLM takes 1 to {longest} here (--max-model-len after --)",
             )
-        self._call("eyas_open", work.source, sink, self._metadata())
+        self._call("eyas_open", work.source, sink, self._metadata(), ranks.rank * settings.tp)
         try:
-            yield from self._feed(work, work.rows[fits], should_stop)
+            yield from self._feed(work, work.rows[fits], work.lengths[fits], should_stop)
             yield from self._ask("eyas_finish")
         except CaptureFailed:
             raise  # vLLM is gone, and its workers with what they had not sealed
@@ -217,18 +228,28 @@ class VllmEngine:
             raise
         self._call("eyas_abort")
 
-    def _feed(self, work: Work, rows: Any, should_stop: Callable[[], bool]) -> Iterator[Event]:
-        """Keep vLLM busy with ``rows``; ends when all are through, or soon after ``should_stop`` is true."""
-        engine = self._loaded.engine
-        ahead = BATCHES_AHEAD * engine.vllm_config.scheduler_config.max_num_batched_tokens
-        waiting = deque(rows.tolist())
-        lengths: dict[str, int] = {}  # tokens of each request that vLLM holds
+    def _feed(self, work: Work, rows: Rows, lengths: Rows, should_stop: Callable[[], bool]) -> Iterator[Event]:
+        """Keep vLLM busy with this process's part of ``rows``, of which it claims one batch's worth after the other;
+        ends when all are through, or soon after ``should_stop`` is true."""
+        engine, ranks = self._loaded.engine, self._loaded.ranks
+        batch_tokens = int(engine.vllm_config.scheduler_config.max_num_batched_tokens)
+        ahead = BATCHES_AHEAD * batch_tokens
+        parts = _parts(rows, lengths, batch_tokens)
+        counter = f"capture-{self._num_captures}" + (f"-of-{ranks.rank}" if work.everywhere else "")
+        waiting: deque[int] = deque()
+        is_more = True
+        running: dict[str, int] = {}  # tokens of each request that vLLM holds
         held = 0
         written = np.zeros(self._settings.tp, dtype=np.int64)  # tokens that each worker was given to write
         polled = time.monotonic()
-        while (waiting or lengths) and not should_stop():
-            while waiting and (held < ahead or not lengths) and len(lengths) < MOST_REQUESTS:
-                row = int(waiting.popleft())
+        while (is_more or waiting or running) and not should_stop():
+            while (is_more or waiting) and (held < ahead or not running) and len(running) < MOST_REQUESTS:
+                if not waiting:
+                    number = ranks.claim(counter, should_stop())
+                    is_more = number is not None and number < len(parts)
+                    waiting.extend(parts[number].tolist() if number is not None and is_more else ())
+                    continue
+                row = waiting.popleft()
                 sample = work.source[row]
                 if reason := self._refusal(sample):
                     yield Rejected(sample_id=sample.sample_id, reason=reason)
@@ -238,19 +259,19 @@ class VllmEngine:
                 add_request(engine, name, sample.input_ids.tolist(), {ROW: row, RANK: rank})
                 if not work.everywhere:
                     written[rank] += sample.num_tokens
-                lengths[name] = sample.num_tokens
+                running[name] = sample.num_tokens
                 held += sample.num_tokens
-            if not lengths:
+            if not running:
                 continue
-            finished = [lengths.pop(output.request_id) for output in self._step() if output.finished]
+            finished = [running.pop(output.request_id) for output in self._step() if output.finished]
             if finished:
                 held -= sum(finished)
                 yield Forwarded(num_samples=len(finished), num_tokens=sum(finished))
             if time.monotonic() - polled > SECONDS_BETWEEN_POLLS:
                 yield from self._ask("eyas_poll")
                 polled = time.monotonic()
-        if lengths:  # told to stop
-            engine.abort_request(list(lengths))
+        if running:  # told to stop
+            engine.abort_request(list(running))
             while engine.has_unfinished_requests():
                 self._step()
 
@@ -291,7 +312,7 @@ class VllmEngine:
             "device": running.facts.device,
             "attention": running.facts.attention,
             "tp": str(settings.tp),
-            "world_size": str(settings.tp),
+            "world_size": str(running.ranks.world_size * settings.tp),
             "batch_tokens": str(config.scheduler_config.max_num_batched_tokens),
             "max_model_len": str(config.model_config.max_model_len),
             "engine_options": " ".join(settings.engine_options),
@@ -320,6 +341,12 @@ def create_engine(settings: EngineSettings) -> VllmEngine:
 def create_prober(settings: EngineSettings) -> VllmEngine:
     """The same, for ``probe`` alone."""
     return VllmEngine(settings)
+
+
+def _parts(rows: Rows, lengths: Rows, batch_tokens: int) -> list[Rows]:
+    """``rows`` in their order, in parts of about ``batch_tokens`` tokens. lengths: tokens of each."""
+    begins = np.cumsum(lengths) - lengths
+    return np.split(rows, np.flatnonzero(np.diff(begins // batch_tokens)) + 1) if len(rows) else []
 
 
 def samples_of(named: Sequence[TokenSample], samples: Sequence[TokenSample]) -> list[TokenSample]:

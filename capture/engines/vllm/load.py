@@ -74,7 +74,6 @@ DECIDED = {
 }
 _REFUSED = {
     "pipeline_parallel_size": "a stage would hold only its own taps: spread the target with --tp",
-    "data_parallel_size": "eyas drives one engine: spread the target with --tp, or capture parts of the samples",
     "prefill_context_parallel_size": "a rank would hold only its own rows",
     "decode_context_parallel_size": "a rank would hold only its own rows",
     "enable_prefix_caching": "a cached prefix is not computed, so it could not be captured",
@@ -90,7 +89,14 @@ _REFUSED = {
     "hf_overrides": "it makes another model of the target: change the config.json of a copy of it, and capture that",
     "hf_config_path": "it makes another model of the target: put the config.json into a copy of it, and capture that",
 }
-CAPTURE = Rules(command="capture", decided={**DECIDED, "max_num_batched_tokens": "--batch-tokens"}, refused=_REFUSED)
+CAPTURE = Rules(
+    command="capture",
+    decided={**DECIDED, "data_parallel_size": "--dp", "max_num_batched_tokens": "--batch-tokens"},
+    refused=_REFUSED,
+)
+
+# What a launch tells each of its processes on a machine, as torchrun does, and what holds without one.
+_PLACE, _COPIES = ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")
 
 _SHORT = {
     "-tp": "tensor_parallel_size",
@@ -244,6 +250,7 @@ def start(
     vLLM would serve it with.
     """
     set_environment_of_a_capture(any_runner=any_runner)
+    _keep_own_gpus(settings.tp)
     arguments = engine_arguments(settings, outline)
     arguments.worker_extension_cls = worker_extension
     arguments.speculative_config = None if draft is None else dict(draft)
@@ -304,6 +311,25 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for results
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+def _keep_own_gpus(tp: int) -> None:
+    """Of the GPUs that are visible leave this process its own, where it is one of several on this machine (--dp).
+
+    Before anything uses a GPU. Raises TargetError where there are too few.
+    """
+    import torch
+
+    place, num_copies = (int(os.environ.get(name, default)) for name, default in (_PLACE, _COPIES))
+    if num_copies == 1 or not (num_gpus := torch.cuda.device_count()):
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(n) for n in range(num_gpus)]
+    if len(gpus) < num_copies * tp:
+        raise TargetError(
+            f"--tp {tp} --dp {num_copies}: {num_copies * tp} GPUs are needed, and {len(gpus)} are visible"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[place * tp : (place + 1) * tp])
 
 
 def set_environment_of_a_capture(*, any_runner: bool = False) -> None:

@@ -107,9 +107,14 @@ class CaptureExtension:
     def eyas_facts(self) -> Facts:
         return self._eyas.facts()
 
-    def eyas_open(self, source: SampleSource, sink: Sink | None, metadata: dict[str, str]) -> Failed | None:
-        """From now on capture the requests that name a row of ``source``: into ``sink``, or to be collected."""
-        return _answer(lambda: self._eyas.open(source, sink, metadata))
+    def eyas_open(
+        self, source: SampleSource, sink: Sink | None, metadata: dict[str, str], first_rank: int
+    ) -> Failed | None:
+        """From now on capture the requests that name a row of ``source``: into ``sink``, or to be collected.
+
+        first_rank: the number under which this vLLM's first worker writes.
+        """
+        return _answer(lambda: self._eyas.open(source, sink, metadata, first_rank))
 
     def eyas_poll(self) -> list[Event] | Failed:
         """What became of samples since the last call, or what went wrong."""
@@ -178,12 +183,13 @@ class _Capture:
             attention=",".join(sorted(backends)),
         )
 
-    def open(self, source: SampleSource, sink: Sink | None, metadata: dict[str, str]) -> None:
+    def open(self, source: SampleSource, sink: Sink | None, metadata: dict[str, str], first_rank: int) -> None:
         import torch
 
         self.abort()
         self._source = source
-        self._writer = Collector() if sink is None else sink.open(self._rank, {**metadata, "host": platform.node()})
+        host = {"host": platform.node()}
+        self._writer = Collector() if sink is None else sink.open(first_rank + self._rank, metadata | host)
         self._pump = Pump(
             self._writer,
             taps=self._plan.taps,

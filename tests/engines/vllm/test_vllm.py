@@ -67,6 +67,16 @@ def test_workers_of_a_tensor_parallel_target_share_the_writing(worlds: Worlds, t
     assert_canaries(tmp_path / "out", workers=2, tp="2")
 
 
+def test_copies_of_the_target_share_the_samples(worlds: Worlds, tmp_path: Path) -> None:
+    world = worlds("llama")
+    options = ("--engine", "vllm", "--dp", 2, "--taps", world.some_taps, "--batch-tokens", 64)
+    result = capture(world, tmp_path / "out", *options)
+    assert result.returncode == 0, result.stderr
+    assert_same(world, tmp_path / "out")
+    assert {path.name.split("-")[1] for path in (tmp_path / "out" / "shards").iterdir()} == {"0", "1"}
+    assert_canaries(tmp_path / "out", workers=2, tp="1")
+
+
 def test_a_target_over_two_nodes(worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world, out = worlds("llama"), tmp_path / "out"
     with socket.socket() as probe:
