@@ -391,6 +391,7 @@ class _Work:
             identity=self._request.identity,
             worker=_worker_name(),
             shard_bytes=self._shard_bytes,
+            codec_threads=self._num_workers,
             metadata=metadata,
             verify=True,
             lazy=True,
