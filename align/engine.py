@@ -31,7 +31,7 @@ def parse_engine(text: str) -> Engine:
     """Read ``sglang`` or ``sglang@0.5.23``. Raises UsageError."""
     system, at, version = text.strip().partition("@")
     if system not in ENGINES:
-        raise UsageError(f"--engine {text}: expected one of {', '.join(ENGINES)}, with @VERSION behind it or without")
+        raise UsageError(f"{text}: expected one of {', '.join(ENGINES)}, with @VERSION behind it or without")
     if not at:
         return Engine(system, None)
     try:

@@ -146,7 +146,8 @@ def _show_tail(rank: int, status: int, log: IO[bytes]) -> None:
     size = log.seek(0, os.SEEK_END)
     log.seek(max(0, size - STDERR_TAIL_BYTES))
     tail = log.read().decode(errors="replace").strip()
-    print(f"eyas: rank {rank} {_ended(status)}" + (f", saying:\n{tail}" if tail else ""), file=sys.stderr)
+    said = f"eyas: rank {rank} said:\n{tail}\n" if tail else ""
+    print(f"{said}eyas: rank {rank} {_ended(status)}", file=sys.stderr)
 
 
 def _ended(status: int) -> str:

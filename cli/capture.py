@@ -97,12 +97,12 @@ def command(**options: Any) -> None:
     with stop_on_signals() as stopping:  # from here on: loading libraries and a tokenizer takes seconds
         config, outline, planned = _resolve(options)
         checked = options["draft"] is not None or options["serving_engine"] is not None
+        node = this_node(config, planned)
         if options["dry_run"]:
             print_dry_run(_plan_facts(config, outline, tp=options["tp"], dp=options["dp"]))
             if checked:
                 _check_plan(planned, options)
             return
-        node = this_node(config, planned)
         if node is not None and node.rank > 0:
             raise SystemExit(_follow(node, config, outline, stopping))
         if is_launched():

@@ -56,7 +56,12 @@ def _print(status: DatasetStatus) -> None:
     for reason, count in Counter(status.rejects.values()).most_common(_SHOWN):
         click.echo(f"          {count:,} x {reason}")
     live = sum(worker.live for worker in status.workers)
-    rate = "none, it is finished" if finished else f"{_rate(status)} ({live} of {len(status.workers)} workers live)"
+    if finished:
+        rate = "none, it is finished"
+    elif status.is_at_rest:
+        rate = "none: no run holds it, and the same command as before goes on"
+    else:
+        rate = f"{_rate(status)} ({live} of {len(status.workers)} workers live)"
     click.echo(f"rate      {rate}")
     click.echo(f"time left {format_seconds(status.seconds_left) if status.seconds_left is not None else 'unknown'}")
     now = time.time()

@@ -34,6 +34,7 @@ from eyas.taps.errors import UsageError
 SHARDS_FOLDER = "shards"
 LEDGER_FOLDER = "ledger"
 LOCK_FILE = ".lock"
+_HOLDER = re.compile(r"process (?P<process>\d+) on (?P<host>.+)")
 CORRUPT_SUFFIX = ".corrupt"
 
 _WORKER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
@@ -281,7 +282,27 @@ def lock_dataset(dataset: Path) -> Iterator[None]:
         os.write(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         yield
     finally:
+        os.ftruncate(fd, 0)
         os.close(fd)
+
+
+def is_known_to_rest(dataset: Path) -> bool:
+    """Whether no run holds ``dataset``, as far as its lock file tells: the last one ended in order, or is a process of
+    this machine that is gone. Takes no lock, which a run that begins would be refused for."""
+    try:
+        holder = (dataset / LOCK_FILE).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return False
+    found = _HOLDER.fullmatch(holder)
+    if found is None or found["host"] != socket.gethostname():
+        return not holder
+    try:
+        os.kill(int(found["process"]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's
+        pass
+    return False
 
 
 def recover(dataset: Path, identity: DatasetIdentity) -> list[Problem]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eyas.shards.identity import DatasetIdentity, read_identity
-from eyas.shards.ledger import Problem, SealedShard, read_ledgers
+from eyas.shards.ledger import Problem, SealedShard, is_known_to_rest, read_ledgers
 from eyas.shards.rejects import read_rejects
 
 WINDOW_SECONDS = 1800.0  # rates are over at most this much of a worker's latest work
@@ -26,7 +26,7 @@ class WorkerStatus:
     num_samples: int
     num_tokens: int
     last_sealed_at: float  # unix time
-    live: bool  # sealed something lately, and the dataset is not finished
+    live: bool  # sealed something lately, and the dataset is neither finished nor known to be at rest
     samples_per_second: float | None  # of its recent work; None where unknown
     tokens_per_second: float | None
     bytes_per_second: float | None
@@ -46,6 +46,7 @@ class DatasetStatus:
     num_tokens: int
     num_trained_tokens: int
     num_bytes: int
+    is_at_rest: bool  # it is known that no run holds it
     workers: tuple[WorkerStatus, ...]
     samples_per_second: float | None  # of all live workers together; None while none is
     tokens_per_second: float | None
@@ -70,7 +71,8 @@ def dataset_status(dataset: Path, *, now: float | None = None) -> DatasetStatus:
     num_samples = state.num_samples
     num_left = max(identity.prepared.num_samples - num_samples - len(rejects), 0)
     recent = tuple(_worker_status(worker, entries, now) for worker, entries in sorted(by_worker.items()))
-    workers = recent if num_left else tuple(replace(worker, live=False) for worker in recent)
+    is_at_rest = is_known_to_rest(dataset)
+    workers = tuple(replace(worker, live=False) for worker in recent) if is_at_rest or not num_left else recent
     live = [worker for worker in workers if worker.live]
     samples_per_second = _sum(worker.samples_per_second for worker in live)
     return DatasetStatus(
@@ -84,6 +86,7 @@ def dataset_status(dataset: Path, *, now: float | None = None) -> DatasetStatus:
         num_tokens=state.num_tokens,
         num_trained_tokens=state.num_trained_tokens,
         num_bytes=state.num_bytes,
+        is_at_rest=is_at_rest,
         workers=workers,
         samples_per_second=samples_per_second,
         tokens_per_second=_sum(worker.tokens_per_second for worker in live),
@@ -94,7 +97,7 @@ def dataset_status(dataset: Path, *, now: float | None = None) -> DatasetStatus:
         problems=tuple(
             problem
             for problem in state.problems
-            if problem.kind != "leftover temporary" or not any(worker.live for worker in recent)
+            if problem.kind != "leftover temporary" or is_at_rest or not any(worker.live for worker in recent)
         ),
     )
 

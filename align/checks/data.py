@@ -275,7 +275,11 @@ def _too_long(subject: Subject, looked_at: LookedAt) -> list[Finding]:
     bound = max(e.num_tokens - len(e.sample_ids) + 1 for e in subject.ledgers.entries)
     if bound <= limit:
         return [
-            Finding(check="sequence lengths", status="ok", found=f"at most {bound:,} tokens, the draft takes {limit:,}")
+            Finding(
+                check="sequence lengths",
+                status="ok",
+                found=f"no shard can hold one above {bound:,} tokens, and the draft takes {limit:,}",
+            )
         ]
     longest = max(int(header.lengths.max()) for header in looked_at.headers)
     over = sum(int((header.lengths > limit).sum()) for header in looked_at.headers)

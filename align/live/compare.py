@@ -23,6 +23,7 @@ from eyas.align.noise import median_error, row_errors
 from eyas.align.readings import describe_fragments, read_config
 from eyas.align.stored import LAST_HIDDEN, DatasetSource, Slot, StoredSample, format_slots
 from eyas.align.verdict import RECAPTURE, Finding
+from eyas.capture.engines import installed_version
 from eyas.capture.engines.transformers.load import read_outline
 from eyas.capture.self_test import TOLERANCES, join_samples
 from eyas.shards.sample import TokenSample
@@ -86,13 +87,25 @@ def live_findings(
             states = [live.states(sample) for sample in cut]
             engine = _Ran(live, cut)
     except CannotFeed as error:
-        return [_cannot_feed(str(error), system, identity, facts)]
+        unread = [
+            reading for reading in read_config(described.config.raw, _here(system), facts) if reading.taps is None
+        ]
+        why = "".join(f"; {reading.label} {reading.outcome}" for reading in unread)
+        return [_cannot_feed(f"{error}{why}", system, identity, facts)]
     columns = _columns(source.slots, samples, cut, states)
     readings = read_config(described.config.raw, engine.engine, facts)
     variant = engine.label.partition(", ")[2]
     own = [reading for reading in readings if not variant or reading.label.endswith(variant)]
     as_read = bool(own) and all(reading.taps == identity.taps for reading in own)
     return [engine.finding(settings), *_slot_findings(engine, columns, states, identity, facts, as_read=as_read)]
+
+
+def _here(system: str) -> Engine:
+    """The installed release of ``system``."""
+    try:
+        return Engine(system, Version(installed_version(system)))
+    except InvalidVersion:
+        return Engine(system, None)
 
 
 class _Ran:

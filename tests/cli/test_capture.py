@@ -167,7 +167,7 @@ def test_a_folder_that_is_no_dataset_is_left_alone(inputs: Path, tmp_path: Path)
         (["--last-hidden", "after:3"], 1, "expected after:7 or final"),
         (["--shard-size", "many"], 2, "expected a size such as 1GiB"),
         (["--max-runtime", "soon"], 2, "expected a duration such as"),
-        (["--target", "/nonexistent"], 1, "--target /nonexistent"),
+        (["--target", "/nonexistent"], 2, "/nonexistent: no such folder"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_written(

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from eyas.cli.main import main
 from eyas.shards.identity import create_or_match
-from eyas.shards.ledger import SealedShard, WorkerLedger
+from eyas.shards.ledger import SealedShard, WorkerLedger, lock_dataset
 from eyas.shards.rejects import append_reject
 from tests.captured import captured_identity, hashes, make_samples, write_captured
 
@@ -71,6 +71,25 @@ def test_the_rate_is_that_of_live_workers(dataset) -> None:
     assert body["tokens_per_second"] == pytest.approx(20, rel=0.02)
     assert body["seconds_left"] == pytest.approx(84 / 0.4, rel=0.02)
     assert [worker["live"] for worker in body["workers"]] == [True, True, False]
+
+
+def test_a_dataset_that_no_run_holds_is_not_live(dataset) -> None:
+    sealed(dataset, "a-0", [20, 10, 0])
+    with lock_dataset(dataset):
+        assert status(dataset)["workers"][0]["live"]
+    body = status(dataset)
+    assert (body["workers"][0]["live"], body["samples_per_second"], body["seconds_left"]) == (False, None, None)
+
+
+def test_a_dataset_whose_run_was_killed_is_not_live(dataset) -> None:
+    sealed(dataset, "a-0", [20, 10, 0])
+    killed = "import os, sys; from pathlib import Path; from eyas.shards.ledger import lock_dataset\n"
+    killed += "with lock_dataset(Path(sys.argv[1])): os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", killed, str(dataset)], check=False)
+    assert status(dataset)["is_at_rest"]
+    result = CliRunner().invoke(main, ["status", str(dataset)])
+    assert "none: no run holds it" in result.output
+    assert "a-0: idle" in result.output
 
 
 def test_time_in_which_a_worker_was_down_is_not_counted(dataset) -> None:

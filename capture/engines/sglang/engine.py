@@ -453,8 +453,12 @@ def create_prober(settings: EngineSettings) -> SglangEngine:
 
 
 def _check_place(outline: TargetOutline, settings: EngineSettings) -> None:
+    import torch
+
     validate_taps(settings.taps, outline.num_layers)
     check_options(settings.engine_options)
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise TargetError("--device cuda: torch finds no CUDA device here")
     if os.environ.get(MODEL_PACKAGE_VARIABLE, MODEL_PACKAGE) != MODEL_PACKAGE:
         raise UsageError(
             f"{MODEL_PACKAGE_VARIABLE} is {os.environ[MODEL_PACKAGE_VARIABLE]}: eyas' own package has to stand there; "

@@ -110,7 +110,7 @@ def installed_version() -> str:
     except PackageNotFoundError:
         found = ""
     if not found or find_spec("sglang") is None:
-        raise TargetError("--engine sglang: SGLang is not installed here. Install it with: pip install 'eyas[sglang]'")
+        raise TargetError("SGLang is not installed here. Install it with: pip install 'eyas[sglang]'")
     if Version(found) < Version(FIRST_RELEASE):
         raise TargetError(
             f"--engine sglang: SGLang {found} is here, which needs an older transformers than eyas does: pip install "

