@@ -69,12 +69,22 @@ class Outcome:
 
 
 def read_state(folder: Path) -> ServeState | None:
-    """The last start in ``folder``; None for none. Raises ServeError for one that cannot be told from here."""
+    """The last start in ``folder``; None for none.
+
+    Raises ServeError for one that cannot be told from here, and for none where processes still write to the last log.
+    """
     path = folder / STATE_FILE
     try:
         state = msgspec.json.decode(path.read_bytes(), type=ServeState)
-    except FileNotFoundError:
-        return None
+    except FileNotFoundError as error:
+        log = folder / LOGS_FOLDER / LATEST_LOG
+        # Asked again after the processes: a first start may have written it meanwhile.
+        if not log.exists() or not writers(log) or path.exists():
+            return None
+        raise ServeError(
+            f"{path}: not there, though a server started here seems to run. {_what_else_is_known(folder)}. Put the "
+            "file back, or end by hand what still runs"
+        ) from error
     except msgspec.MsgspecError as error:
         raise ServeError(
             f"{path}: not as eyas serve writes it ({error}). {_what_else_is_known(folder)}. End by hand what still "
@@ -189,7 +199,7 @@ def root_cause(log: Path) -> str | None:
 
 
 def _what_else_is_known(folder: Path) -> str:
-    """Of a folder whose serve.json cannot be read: what may still run, and where to look."""
+    """Of a folder whose serve.json is gone or cannot be read: what may still run, and where to look."""
     log = folder / LOGS_FOLDER / LATEST_LOG
     running = ", ".join(f"{pid} ({command_line(pid)})" for pid in writers(log))
     known = f"Processes that write to its last log, {log}: {running or 'none that can be seen from here'}"

@@ -304,6 +304,26 @@ def test_a_damaged_state_says_what_may_still_run(folder: Folder, tmp_path: Path)
     assert folder.stop().exit_code == 0
 
 
+def test_a_missing_state_says_what_still_runs(folder: Folder) -> None:
+    folder.start()
+    body, state, aside = folder.status(), folder.path / "serve.json", folder.path / "aside.json"
+    state.rename(aside)
+    for arguments in (["status"], ["stop"], ["restart"], ["start", "--engine", "vllm", "--target", folder.target]):
+        result = CliRunner().invoke(main, ["serve", arguments[0], str(folder.path), *map(str, arguments[1:])])
+        assert result.exit_code == 1, result.output
+        assert f"{state}: not there, though a server started here seems to run" in result.stderr
+        assert f"{body['pid']} ({sys.executable} -m vllm" in result.stderr
+        assert f"{body['supervisor']['pid']} (" in result.stderr
+    aside.rename(state)
+    assert folder.status()["pids"] == body["pids"]  # nothing was ended on that evidence
+    assert folder.stop().exit_code == 0
+    until(lambda: not any(map(is_alive, folder.seen)))
+    state.unlink()
+    assert folder.status()["condition"] == "none"
+    assert folder.start().exit_code == 0
+    assert folder.stop().exit_code == 0
+
+
 def test_a_damaged_outcome_is_named(folder: Folder) -> None:
     folder.start("--", "--exit-with", "7")
     (outcome,) = (folder.path / "logs").glob("serve-*.json")
