@@ -310,7 +310,7 @@ def _ending(state: ServeState, outcome: Outcome | None) -> str:
         return "the machine has been booted since"
     if state.process is None:
         return "its start was killed before the engine ran"
-    return "the engine has ended, and its supervisor was killed before it saw how"
+    return "the engine has ended, and how is unknown: its supervisor was killed or could not write to the folder"
 
 
 def _signal_name(number: int) -> str:

@@ -106,7 +106,7 @@ def write_state(folder: Path, state: ServeState) -> None:
 
 
 def read_outcome(folder: Path, state: ServeState) -> Outcome | None:
-    """None while the server runs, and where its supervisor was killed before it ended. Raises ServeError."""
+    """None while the server runs, and where its supervisor was killed or could not write it. Raises ServeError."""
     path = _outcome_path(folder, state)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Outcome)

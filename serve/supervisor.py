@@ -27,9 +27,11 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 def main(folder: Path, lock_fd: int, ready_fd: int) -> None:
     """Run until the engine has ended."""
+    os.chdir(folder)
+    folder = Path()  # wherever it is moved meanwhile
     adopt_orphans()
     state = read_state(folder)
-    assert state is not None, f"{folder}: the command that starts the supervisor writes the state first"
+    assert state is not None, f"{folder.resolve()}: the command that starts the supervisor writes the state first"
     try:
         engine = _start(state)
     except OSError as error:

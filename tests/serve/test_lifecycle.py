@@ -331,6 +331,17 @@ def test_a_damaged_outcome_is_named(folder: Folder) -> None:
     assert f"{outcome}: not as eyas serve writes it" in folder.run("serve", "status", folder.path).stderr
 
 
+def test_a_folder_that_was_moved_knows_how_its_server_ended(folder: Folder) -> None:
+    folder.start()
+    body = folder.status()
+    folder.path = folder.path.rename(folder.path.parent / "moved")
+    assert folder.status()["pids"] == body["pids"]
+    stopped = folder.stop()
+    assert stopped.exit_code == 0
+    assert "stopped (the engine was ended by SIGTERM)" in stopped.stdout
+    until(lambda: not any(map(is_alive, folder.seen)))
+
+
 def test_old_logs_go(folder: Folder) -> None:
     logs = folder.path / "logs"
     logs.mkdir(parents=True)
