@@ -216,12 +216,12 @@ class _Measurement:
                     "needs a server of vLLM or SGLang"
                 )
             self._max_tokens = min(n for n in (outline.max_positions, pool.max_tokens, 1 << 30) if n is not None)
-            readings.append(await _settled(server))
+            readings.append(await _settled(server, self._note))
             started = time.monotonic()
             with show("eval", len(self._prompts), "prompts") as progress:
                 for category, numbers in self._prompts.categories.items():
                     heard[category] = await self._answer(pool, numbers, progress)
-                    readings.append(await _settled(server))
+                    readings.append(await _settled(server, self._note))
             seconds = time.monotonic() - started
             (done,) = pool.tallies
         num_turns = sum(found.num_turns for found in heard.values())
@@ -331,22 +331,32 @@ def _foreign(first: Metrics | None, last: Metrics | None, num_ours: int) -> int 
     """Requests that the server answered, or is still busy with, and that were not ours."""
     if first is None or last is None or (total := last.get(_REQUESTS)) is None:
         return None
-    in_flight = sum(last.get(name) or 0 for name in _IN_FLIGHT)
-    return max(0, int(total - (first.get(_REQUESTS) or 0) + in_flight) - num_ours)
+    return max(0, int(total - (first.get(_REQUESTS) or 0)) + _in_flight(last) - num_ours)
 
 
-async def _settled(server: Server) -> Metrics | None:
+def _in_flight(metrics: Metrics) -> int:
+    return int(sum(metrics.get(name) or 0 for name in _IN_FLIGHT))
+
+
+async def _settled(server: Server, note: Callable[[str], None]) -> Metrics | None:
     """The counters once nothing runs and they no longer move, or as they are after SETTLED_WITHIN_SECONDS.
 
     The last step of an answer is counted after the answer has left.
     """
     deadline = time.monotonic() + SETTLED_WITHIN_SECONDS
     known = await server.metrics()
+    told = False
     while known is not None and time.monotonic() < deadline:
         await asyncio.sleep(SETTLE_SECONDS)
         again = await server.metrics()
-        if again is None or (not any(again.get(name) for name in _IN_FLIGHT) and _same(known, again)):
+        if again is None or (not _in_flight(again) and _same(known, again)):
             return again
+        if not told and (number := _in_flight(again)):  # ours have been answered, and are no longer counted by now
+            told = True
+            note(
+                f"the server is busy with {number} requests of others: waiting up to {SETTLED_WITHIN_SECONDS:g} s "
+                "for them"
+            )
         known = again
     return known
 

@@ -99,6 +99,7 @@ def test_requests_of_others_leave_only_what_still_means_something(
             done = list(server.histogram)
         assert result.exit_code == 0, result.output
         assert "the server was busy with 1 requests of others meanwhile" in result.stderr
+        assert (": the server is busy with 1 requests of others: waiting up to 0.3 s" in result.stderr) == (not ends)
         assert ("which are not in these numbers" if says else "is that of the whole server") in result.stderr
         reports.append(result.stdout)
     text, report = reports[0], json.loads(reports[1])
