@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -78,16 +79,24 @@ def dry_run_option(function: Decorated) -> Decorated:
 
 
 def print_dry_run(plan: Mapping[str, object]) -> None:
-    """Print every parameter with where its value came from, then what the command would do."""
+    """Print every parameter with where its value came from, then what the command would do; as JSON with --json."""
     ctx = click.get_current_context()
+    options: dict[str, dict[str, object]] = {}
     for parameter in ctx.command.params:
         name = parameter.name or ""
         if name in ("dry_run", "help") or not parameter.expose_value:
             continue
         label = name if isinstance(parameter, click.Argument) else parameter.opts[-1]
         source = ctx.get_parameter_source(name)
-        value = ctx.params.get(name)
-        shown = "-" if value is None else value
-        click.echo(f"{label:<26} {shown}  ({_SOURCES.get(source, 'default') if source else 'default'})")
+        options[label] = {
+            "value": ctx.params.get(name),
+            "source": _SOURCES.get(source, "default") if source else "default",
+        }
+    if ctx.params.get("as_json"):
+        click.echo(json.dumps({"options": options, "plan": plan}, default=str))
+        return
+    for label, option in options.items():
+        shown = "-" if option["value"] is None else option["value"]
+        click.echo(f"{label:<26} {shown}  ({option['source']})")
     for label, fact in plan.items():
         click.echo(f"{label + ':':<26} {fact}")

@@ -55,6 +55,17 @@ def test_vllm(folder: Folder, target: Path, tmp_path: Path) -> None:
     assert not folder.path.exists()
 
 
+def test_a_dry_run_as_json(folder: Folder, target: Path) -> None:
+    plain = folder.start("--tp", 2, "--dry-run", "--", "--enforce-eager")
+    report = json.loads(folder.start("--tp", 2, "--dry-run", "--json", "--", "--enforce-eager").stdout)
+    assert report["options"]["--tp"] == {"value": 2, "source": "given"}
+    assert report["options"]["--host"] == {"value": "127.0.0.1", "source": "default"}
+    assert report["options"]["--draft"]["value"] is None
+    assert report["options"]["run_folder"]["value"] == str(folder.path)
+    assert report["options"]["options"]["value"] == ["--enforce-eager"]
+    assert shlex.split(report["plan"]["command"]) == command(plain.stdout)
+
+
 def test_a_probe_runs_in_vllms_workers(folder: Folder, target: Path, tmp_path: Path) -> None:
     options = ["--draft", draft(tmp_path / "draft", **{IDS: [2, 16, 29]}), "--probe"]
     found = command(folder.start(*options, "--dry-run").stdout)
