@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ PROBE_TEXT = (
     "<s></s><unk><pad><bos><eos><|endoftext|><|im_start|>user<|im_end|><|eot_id|><|end|><end_of_turn>[INST][/INST]"
     '<think></think><tool_call>{"name": "f", "arguments": {"x": [1, null]}}</tool_call>   '
 )
+MOST_VOCABULARY_TEXTS = 8
+_FILLED = 0.9  # of what a vocabulary text may have: its tokens are known only once it is made
 
 
 def load_tokenizer(target: str | Path, revision: str | None, trust_remote_code: bool) -> Any:
@@ -93,6 +96,31 @@ def tokenizer_identity(target: str | Path, tokenizer: Any, revision: str | None 
         chat_template_hash=None if template is None else _blake2b(template.encode()),
         probe_hash=_blake2b(probe.tobytes()),
     )
+
+
+def vocabulary_texts(tokenizer: Any, longest: int) -> list[str]:
+    """Texts of at most ``longest`` tokens each that hold every token of the vocabulary, as far as one can be written
+    alone: bytes of a character cannot. Where MOST_VOCABULARY_TEXTS are too few for all, every n-th is there.
+    """
+    # What a token adds behind another of its kind: SentencePiece drops the space before the first.
+    alone, doubled = (
+        tokenizer.batch_decode([[n] * times for n in range(len(tokenizer))], clean_up_tokenization_spaces=False)
+        for times in (1, 2)
+    )
+    added = [two[len(one) :] for one, two in zip(alone, doubled, strict=True)]
+    # A word of its own each, so that neighbours do not become one token.
+    words = [text if text[0] == " " else f"\n{text}" for text in added if text and "\ufffd" not in text]
+    num_tokens = len(tokenizer.encode("".join(words), add_special_tokens=False))
+    num_texts = min(ceil(num_tokens / (_FILLED * longest)), MOST_VOCABULARY_TEXTS)
+    share = min(1.0, num_texts * _FILLED * longest / max(num_tokens, 1))
+    words = [words[int(n / share)] for n in range(int(len(words) * share))]
+    texts = []
+    for first in range(num_texts):
+        chosen = words[first::num_texts]
+        while (length := len(tokenizer.encode("".join(chosen), add_special_tokens=False))) > longest:
+            chosen = chosen[: len(chosen) * longest // length]
+        texts.append("".join(chosen))
+    return texts
 
 
 def _code_files(tokenizer: Any) -> set[str]:

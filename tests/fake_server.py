@@ -52,7 +52,7 @@ class FakeServer:
         self.message: dict[str, Any] | None = None  # of every chat completion, else the decoded answer
         self.questions: list[dict[str, Any]] = []  # bodies, those of verifications left out
         self.arrived: list[float] = []
-        self.num_answers = 0
+        self.num_answers = self.num_tokenized = 0
         self.in_flight = self.most_in_flight = 0
         self.histogram = [0, 0, 0, 0]  # verify steps by drafted tokens accepted, of 3
         self.says_histogram = False
@@ -134,6 +134,9 @@ class FakeServer:
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
         tokens = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        self.num_tokenized += 1
+        if len(tokens) > self.max_model_len:
+            return web.json_response({"error": {"message": "longer than max_model_len"}}, status=400)
         return web.json_response({"tokens": tokens, "count": len(tokens)})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:

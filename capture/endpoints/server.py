@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -27,7 +28,7 @@ from eyas.capture.endpoints.prometheus import Metrics, parse
 from eyas.capture.engines import hash_weights, read_outline
 from eyas.capture.engines.base import Answer, Prompt, Sampling, TargetOutline
 from eyas.capture.errors import EndpointError, TargetError
-from eyas.capture.tokenizer import PROBE_TEXT
+from eyas.capture.tokenizer import PROBE_TEXT, vocabulary_texts
 from eyas.taps.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ KEY_VARIABLE = "EYAS_API_KEY"
 SHORT_SECONDS = 30.0  # for everything but an answer
 QUEUE_GAUGES = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 LONGEST_BODY = 300  # characters of an error that are shown
+LONGEST_TEXT = 32768  # tokens to ask /tokenize for: less than 1 MiB, the most that proxies let through
+SHORT_TEXT = 4096  # where the server does not say what it takes
 
 
 class Unreachable(Exception):
@@ -67,19 +70,26 @@ class Expected:
     config_hash: str
     weights_hash: str | None  # None: its weights are not here
     vocab_size: int
-    probe_ids: tuple[int, ...]  # of PROBE_TEXT, without special tokens
+    # PROBE_TEXT and texts of the vocabulary within so many tokens, each with its ids without special tokens
+    probes: Callable[[int], tuple[tuple[str, list[int]], ...]]
     ask_ids: tuple[int, ...]  # a short prompt
 
 
 def expected_of(target: str, outline: TargetOutline, tokenizer: Any, weights_hash: str | None) -> Expected:
     """What a server of ``target`` must show."""
     ids = tokenizer.encode("1 2 3", add_special_tokens=False)
+
+    @cache  # servers are verified again and again
+    def probes(longest: int) -> tuple[tuple[str, list[int]], ...]:
+        texts = [PROBE_TEXT, *vocabulary_texts(tokenizer, longest)]
+        return tuple((text, tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
     return Expected(
         target=target,
         config_hash=outline.config_hash,
         weights_hash=weights_hash,
         vocab_size=outline.vocab_size,
-        probe_ids=tuple(tokenizer.encode(PROBE_TEXT, add_special_tokens=False)),
+        probes=probes,
         ask_ids=tuple(ids),
     )
 
@@ -201,24 +211,30 @@ class Server:
 
     async def _compare_tokenizer(self, expected: Expected) -> None:
         """vLLM (entrypoints/serve/tokenize) and SGLang (entrypoints/http_server.py) share /tokenize."""
-        body = {"model": self.model, "prompt": PROBE_TEXT, "add_special_tokens": False}
-        try:
-            found = await self._post("/tokenize", body, SHORT_SECONDS)
-        except (Refused, EndpointError, Dropped):
-            found = None
-        tokens = found.get("tokens") if isinstance(found, Mapping) else None
-        if not isinstance(tokens, list):
-            self.warnings.append("has no /tokenize: whether its tokenizer is the target's cannot be seen")
-            return
-        if tuple(tokens) == expected.probe_ids:
-            return
-        pairs = zip([*tokens, None], [*expected.probe_ids, None], strict=False)
-        at, (theirs, ours) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
-        raise EndpointError(
-            f"--endpoint {self.url} serves {self.model!r} with another tokenizer than that of --target "
-            f"{expected.target}: of a probe text, token {at} is {theirs} there and {ours} here. Give --target the "
-            "model that is served"
-        )
+        longest = min(SHORT_TEXT if self.max_tokens is None else max(self.max_tokens - 1, 1), LONGEST_TEXT)
+        for number, (text, ids) in enumerate(expected.probes(longest)):
+            body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+            try:
+                found = await self._post("/tokenize", body, SHORT_SECONDS)
+            except (Refused, EndpointError, Dropped):
+                found = None
+            tokens = found.get("tokens") if isinstance(found, Mapping) else None
+            if not isinstance(tokens, list):
+                self.warnings.append(
+                    f"gives no tokens of {len(ids)} at /tokenize: its tokenizer was compared in part"
+                    if number
+                    else "has no /tokenize: whether its tokenizer is the target's cannot be seen"
+                )
+                return
+            if tokens == ids:
+                continue
+            pairs = zip([*tokens, None], [*ids, None], strict=False)
+            at, (theirs, ours) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
+            raise EndpointError(
+                f"--endpoint {self.url} serves {self.model!r} with another tokenizer than that of --target "
+                f"{expected.target}: of a probe text, token {at} is {theirs} there and {ours} here. Give --target the "
+                "model that is served"
+            )
 
     async def _find_dialect(self, expected: Expected, sampling: Sampling) -> None:
         prompt = Prompt(input_ids=np.array(expected.ask_ids, np.int32), max_new_tokens=1, seed=0)

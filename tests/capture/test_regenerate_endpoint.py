@@ -285,6 +285,23 @@ def test_another_model_is_refused_by_name(target: Path, asked: Path, tmp_path: P
         assert f"runs the weights in {finetuned}, which are not those of --target {own}" in result.stderr
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("max_model_len", [50, 512])
+def test_a_tokenizer_with_a_few_words_swapped_is_refused(
+    target: Path, asked: Path, tmp_path: Path, kind: str, max_model_len: int
+) -> None:
+    for name, (one, two) in {"apart": ("w7", "w90"), "last": ("w120", "w121")}.items():
+        other = tiny.add_tokenizer(tmp_path / name)
+        text = (other / "tokenizer.json").read_text()
+        swapped = text.replace(f'"{one}":', '"-":').replace(f'"{two}":', f'"{one}":').replace('"-":', f'"{two}":')
+        (other / "tokenizer.json").write_text(swapped)
+        with FakeServer(other, kind=kind, model=str(target), max_model_len=max_model_len) as server:
+            result = regenerate(asked, tmp_path / "out", target, server)
+        assert result.exit_code == 1
+        assert "with another tokenizer than that of --target" in result.stderr
+        assert 1 < server.num_tokenized <= 9
+
+
 def test_one_server_that_is_not_there_is_said_and_none_is_an_error(target: Path, asked: Path, tmp_path: Path) -> None:
     with FakeServer(target) as server:
         gone = "http://127.0.0.1:9"
