@@ -25,8 +25,9 @@ from eyas.capture.conversations.masking import mask_conversation
 from eyas.capture.conversations.normalise import RowError, TokenRow, normalise
 from eyas.capture.conversations.reading import CUT_OFF, RawRow, Reader
 from eyas.capture.conversations.template import ChatTemplate, read_stop_ids
-from eyas.capture.errors import PreparedError, TargetError
+from eyas.capture.errors import ConversationsError, PreparedError, TargetError
 from eyas.capture.prepared import PreparedRow, PreparedSamples, RejectedRow, read_prepared_json, write_prepared
+from eyas.capture.regenerate.output import options_path, read_options
 from eyas.capture.tokenizer import load_tokenizer, tokenizer_identity
 from eyas.shards.identity import TokenizerIdentity
 from eyas.taps.errors import UsageError
@@ -192,6 +193,8 @@ def prepare(
     """
     preparer = RowPreparer(tokenizer, options)
     identity = tokenizer_identity(tokenizer.target, preparer.tokenizer, tokenizer.revision)
+    for file in reader.files:
+        _same_tokens_or_refuse(file, tokenizer.target, identity)
     recorded = {**asdict(options), "conversations": reader.name, "split": reader.split, "input": reader.fingerprint}
     if (found := read_prepared_json(out)) is not None:
         _same_or_refuse(out, found, recorded, identity)
@@ -303,6 +306,27 @@ class _Tally:
             "cut_off": self._cut_off,
             "notes": dict(sorted(self._notes.items())),
         }
+
+
+def _same_tokens_or_refuse(file: Path, target: str, tokenizer: TokenizerIdentity) -> None:
+    """Raises ConversationsError where eyas regenerate made ``file`` with another tokenizer than the target's."""
+    if (options := read_options(file)) is None:
+        return
+    theirs, ours = options.get("tokenizer"), asdict(tokenizer)
+    if theirs == ours:
+        return
+    names = {
+        "files_hash": "tokenizer files",
+        "chat_template_hash": "chat template",
+        "probe_hash": "ids of a probe text",
+    }
+    found = theirs if isinstance(theirs, dict) else {}
+    differing = ", ".join(label for name, label in names.items() if found.get(name) != ours[name])
+    raise ConversationsError(
+        f"{file} holds the tokens of another target's answers: {options_path(file)} and --target {target} differ in "
+        f"their {differing or 'tokenizer'}. Give --target the model that answered, or let this one answer (eyas "
+        f"regenerate {file} OTHER --target {target})"
+    )
 
 
 def _same_or_refuse(

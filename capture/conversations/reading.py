@@ -55,6 +55,7 @@ class Reader:
         self.split = split
         self.total: int | None = None
         self.unit = "rows"
+        self.files: list[Path] = []  # that it reads itself; none of a saved dataset, a hub name, standard input
         self.fingerprint: dict[str, Any] | None = None
         if not conversations:
             raise ConversationsError("CONVERSATIONS is empty: expected a file, a folder, a hub name, or -")
@@ -98,6 +99,7 @@ class Reader:
     def _open_files(self, files: list[Path], split: str | None) -> None:
         _no_splits(self.name, split)
         self._measure(files)
+        self.files = files
         self._rows = (row for file in files for row in _file(file))
 
     def _measure(self, files: list[Path]) -> None:

@@ -19,8 +19,29 @@ from typing import IO, Any
 from eyas.capture.errors import ConversationsError
 from eyas.shards.atomic import fsync_folder, publish
 
+FORMAT = "eyas-regenerated"
 _ID_START = b'{"id": "'
 _ID_LENGTH = 16
+
+
+def options_path(path: Path) -> Path:
+    """Where the options stand of the answers in ``path``."""
+    return path.with_name(path.name + ".options.json")
+
+
+def read_options(path: Path) -> dict[str, Any] | None:
+    """What decided the answers in ``path``; None where eyas regenerate left nothing beside it.
+
+    Raises ConversationsError where it cannot be read.
+    """
+    beside = options_path(path)
+    if not beside.exists():
+        return None
+    try:
+        found = json.loads(beside.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConversationsError(f"{beside}: unreadable ({error}). Give another file than {path}") from error
+    return found if isinstance(found, dict) and found.get("format") == FORMAT else None
 
 
 class Output:
@@ -32,7 +53,7 @@ class Output:
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.path = path
-        self.options_path = path.with_name(path.name + ".options.json")
+        self.options_path = options_path(path)
         self.rejects_path = path.with_name(path.name + ".rejects.jsonl")
         self.done: set[str] = set()
         self.damaged: list[int] = []
@@ -103,12 +124,8 @@ class Output:
 
     def _same_or_refuse(self) -> None:
         path, options = self.options_path, self._options
-        if not path.exists():
+        if (found := read_options(self.path)) is None:
             raise ConversationsError(f"{self.path} is there already, and not of eyas regenerate: give another file")
-        try:
-            found = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ConversationsError(f"{path}: unreadable ({error}). Give another file than {self.path}") from error
         if differences := [
             f"{name} is {found.get(name)!r} there and {options.get(name)!r} here"
             for name in sorted({*found, *options})

@@ -22,7 +22,7 @@ from eyas.capture.engines.base import Answer, EngineSettings, MessageAnswer, Pro
 from eyas.capture.errors import ConversationsError, TargetError
 from eyas.capture.prepared import RejectedRow
 from eyas.capture.regenerate.chat import Chat
-from eyas.capture.regenerate.output import Output
+from eyas.capture.regenerate.output import FORMAT, Output
 from eyas.capture.tokenizer import load_tokenizer, tokenizer_identity
 
 AS_SERVED = "as served"  # the dtype of a target that a server runs
@@ -149,7 +149,7 @@ class _Session:
         self.output = Output(
             out,
             {
-                "format": "eyas-regenerated",
+                "format": FORMAT,
                 "config_hash": outline.config_hash,
                 "weights_hash": weights_hash,
                 "tokenizer": asdict(tokenizer_identity(target, tokenizer, revision)),

@@ -123,6 +123,25 @@ def test_prepare_takes_the_tokens_as_they_are(target: Path, tmp_path: Path) -> N
     assert json.loads(samples.row_text(0)["messages"] or "") == expected[0]["messages"]
 
 
+def test_prepare_refuses_tokens_of_another_target(target: Path, tmp_path: Path) -> None:
+    source, out = tiny.write_jsonl(tmp_path / "x.jsonl", questions(4)), tmp_path / "out.jsonl"
+    assert regenerate(source, out, target).exit_code == 0
+    swapped, rewriting = (tiny.add_tokenizer(tmp_path / name) for name in ("swapped", "rewriting"))
+    text = (swapped / "tokenizer.json").read_text()
+    text = text.replace('"w7":', '"-":').replace('"w90":', '"w7":').replace('"-":', '"w90":')
+    (swapped / "tokenizer.json").write_text(text)
+    (rewriting / "chat_template.jinja").write_text(DROPS_THINKING)
+    for other, what in ((swapped, "tokenizer files"), (rewriting, "chat template")):
+        result = CliRunner().invoke(main, ["prepare", str(out), str(tmp_path / "prepared"), "--target", str(other)])
+        assert result.exit_code == 1
+        assert f"{out}.options.json and --target {other} differ in their {what}. " in result.stderr
+        assert not (tmp_path / "prepared").exists()
+    (tmp_path / "out.jsonl.options.json").write_text("{")
+    result = CliRunner().invoke(main, ["prepare", str(out), str(tmp_path / "prepared"), "--target", str(target)])
+    assert result.exit_code == 1
+    assert f"{out}.options.json: unreadable" in result.stderr
+
+
 @pytest.mark.parametrize(
     "damage", [lambda line: line[: len(line) // 2] + "\n", lambda line: line.replace("[", "\0", 1)]
 )
