@@ -183,6 +183,7 @@ def _report(summary: RegenerateSummary, *, as_json: bool) -> None:
     facts += [(f"rejected, {kind}", number) for kind, number in summary.rejected.items()]
     facts += [
         ("end with an answer that was cut off", summary.num_cut),
+        ("start with the assistant: that answer is left out", summary.num_leading_dropped),
         ("have earlier answers that the template rewrites: not trained", summary.num_rewritten),
         ("came without token ids: eyas prepare tokenizes their answers again", summary.num_retokenized),
     ]

@@ -56,6 +56,7 @@ class FakeServer:
         self.in_flight = self.most_in_flight = 0
         self.histogram = [0, 0, 0, 0]  # verify steps by drafted tokens accepted, of 3
         self.says_histogram = False
+        self.has_draft = True  # kind vllm says so in its counters
         self.finished = 0
         self.hangs = False  # at everything
         self.port = 0
@@ -235,6 +236,10 @@ class FakeServer:
             f"vllm:num_requests_running{{{labels}}} {self.in_flight}",
             "# TYPE vllm:request_success counter",
             f'vllm:request_success_total{{{labels},finished_reason="stop"}} {self.finished}',
+        ]
+        if not self.has_draft:
+            return web.Response(text="\n".join(lines) + "\n")
+        lines += [
             "# TYPE vllm:spec_decode_num_drafts counter",
             f"vllm:spec_decode_num_drafts_total{{{labels}}} {sum(self.histogram)}",
             "# TYPE vllm:spec_decode_num_accepted_tokens counter",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "EYAS_API_KEY"
 SHORT_SECONDS = 30.0  # for everything but an answer
+DRAFTS_COUNTER = "vllm:spec_decode_num_drafts_total"  # vLLM with a draft alone has it
 QUEUE_GAUGES = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 LONGEST_BODY = 300  # characters of an error that are shown
 LONGEST_TEXT = 32768  # tokens to ask /tokenize for: less than 1 MiB, the most that proxies let through
@@ -146,6 +147,11 @@ class Server:
                 return parse(await response.text()) if response.status == 200 else None
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
             return None
+
+    async def speculates(self) -> bool:
+        """Whether a vLLM says that it has a draft."""
+        metrics = await self.metrics()
+        return metrics is not None and metrics.get(DRAFTS_COUNTER) is not None
 
     async def waiting(self) -> float | None:
         """Requests that wait in the server; None where it does not say."""

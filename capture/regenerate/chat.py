@@ -36,6 +36,7 @@ class Chat:
         self.source = source
         self.row_id = given.row_id
         self.key = _key(given)
+        self.leading_dropped = bool(given.notes["leading_answers_dropped"])
         self.finish = ""
         self.rewritten = False  # the template changed an earlier answer
         self.retokenize = False  # an answer came without its tokens

@@ -30,6 +30,7 @@ AS_SERVED = "as served"  # the dtype of a target that a server runs
 # Conversations waiting at a time, in batches: enough to find prompts of about one length.
 BATCHES_WAITING = 8
 _SHOWN = 5  # of damaged lines
+_COUNT_SECONDS = 2.0  # for counting what is left: who stops a run waits for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class RegenerateSummary:
 
     out: str
     num_done: int  # conversations in OUT, earlier runs included
-    num_left: int  # known to be left: what waited when it stopped
+    num_left: int | None  # conversations of the input that are not in OUT; None: reading on to count them takes long
     num_new: int
     num_answers: int  # of this run, and the tokens in them
     num_new_tokens: int
@@ -64,10 +65,11 @@ class RegenerateSummary:
     rejected: dict[str, int]
     num_duplicates: int
     num_cut: int  # new conversations that end with an answer cut at --max-new-tokens
+    num_leading_dropped: int  # new conversations that start with the assistant: that answer is left out
     num_rewritten: int  # new conversations whose template rewrites earlier answers: those are not trained
     num_retokenized: int  # new conversations whose server gave no token ids, so that prepare tokenizes them
     cut_off: list[str]  # what could not be read of the input
-    seconds: float  # from the first batch on
+    seconds: float  # from the first batch to the last answer; where nothing was answered, of the whole run
     stopped: str | None  # "signal", "max runtime" or "no endpoint answers"
     endpoints: list[Tally] = field(default_factory=list)  # what each server did
 
@@ -167,14 +169,32 @@ class _Session:
         self._cut_off: list[str] = []
         self._waiting: list[_Waiting] = []  # in the order they came
         self._num_new = self._num_answers = self._num_tokens = self._num_duplicates = 0
-        self._num_cut = self._num_rewritten = self._num_retokenized = 0
+        self._num_cut = self._num_leading_dropped = self._num_rewritten = self._num_retokenized = 0
         self._tallies: list[Tally] = []
         self._num_wanted = 0  # conversations of the input so far that can be answered, those done included
-        self._first_batch = self._last_answer = time.monotonic()
+        self._num_unread: int | None = 0
+        self._started = self._first_batch = self._last_answer = time.monotonic()
 
     def run(self, why_stop: Callable[[], str | None]) -> str | None:
         """Answer all that is missing; says why it stopped early."""
         chats = self._missing()
+        stopped = self._answer(chats, why_stop)
+        if stopped is not None:
+            self._num_unread = self._count(chats)
+        return stopped
+
+    def _count(self, chats: Iterator[Chat]) -> int | None:
+        """How many come; None where that takes long: a hub, a pipe or standard input may have to be waited for."""
+        if not self._reader.total:
+            return None
+        until, number = time.monotonic() + _COUNT_SECONDS, 0
+        for _ in chats:
+            number += 1
+            if time.monotonic() > until:
+                return None
+        return number
+
+    def _answer(self, chats: Iterator[Chat], why_stop: Callable[[], str | None]) -> str | None:
         if not self._refill(chats, 1):  # all done: no target is loaded for nothing
             if not self.output.done:
                 raise ConversationsError(
@@ -235,6 +255,14 @@ class _Session:
         async with Pool(settings, self._on_note) as pool:
             self._tallies = pool.tallies
             self._limit_tokens(pool.max_tokens, "the servers take")
+            if config.temperature > 0:
+                speculating = [server.url for server in pool.servers if await server.speculates()]
+                if speculating:
+                    self._on_note(
+                        f"{', '.join(speculating)}: sampled answers come from the server's rejection sampler, which is "
+                        "wrong in vLLM's CPU build (0.32: tokens that the target never gives); a server without a "
+                        "draft, or --temperature 0, is safe"
+                    )
             self._first_batch = time.monotonic()
             stopped, left = await pool.run(next_question, on_reply, on_failure, why_stop)
             self._waiting += left
@@ -255,10 +283,11 @@ class _Session:
             self._finish(chat)
 
     def summary(self, stopped: str | None) -> RegenerateSummary:
+        seconds = self._last_answer - self._first_batch if self._num_answers else time.monotonic() - self._started
         return RegenerateSummary(
             out=str(self.output.path),
             num_done=len(self.output.done),
-            num_left=len(self._waiting),
+            num_left=None if self._num_unread is None else len(self._waiting) + self._num_unread,
             num_new=self._num_new,
             num_answers=self._num_answers,
             num_new_tokens=self._num_tokens,
@@ -266,10 +295,11 @@ class _Session:
             rejected=dict(sorted(self._rejected.items())),
             num_duplicates=self._num_duplicates,
             num_cut=self._num_cut,
+            num_leading_dropped=self._num_leading_dropped,
             num_rewritten=self._num_rewritten,
             num_retokenized=self._num_retokenized,
             cut_off=self._cut_off,
-            seconds=max(0.0, self._last_answer - self._first_batch),
+            seconds=seconds,
             stopped=stopped,
             endpoints=self._tallies,
         )
@@ -352,6 +382,7 @@ class _Session:
         self.output.add(chat.row())
         self._num_new += 1
         self._num_cut += chat.finish == "length"
+        self._num_leading_dropped += chat.leading_dropped
         self._num_rewritten += chat.rewritten
         self._num_retokenized += chat.retokenize
         rate = self._num_tokens / max(time.monotonic() - self._first_batch, 1e-9)

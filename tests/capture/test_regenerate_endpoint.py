@@ -302,6 +302,52 @@ def test_a_tokenizer_with_a_few_words_swapped_is_refused(
         assert 1 < server.num_tokenized <= 9
 
 
+def test_samples_of_a_server_that_speculates_are_warned_of(target: Path, asked: Path, tmp_path: Path) -> None:
+    with FakeServer(target) as drafting, FakeServer(target) as plain, FakeServer(target, kind="sglang") as other:
+        plain.has_draft = False
+        servers = (drafting, plain, other)
+        sampled = regenerate(asked, tmp_path / "sampled", target, *servers)
+        greedy = regenerate(asked, tmp_path / "greedy", target, *servers, options=("--temperature", 0))
+    assert sampled.exit_code == greedy.exit_code == 0
+    (line,) = (line for line in sampled.stderr.splitlines() if "rejection sampler" in line)
+    assert line.startswith(f"eyas: {drafting.url}: sampled answers come from the server's rejection sampler")
+    assert "rejection sampler" not in greedy.stderr
+
+
+def test_a_stopped_run_counts_all_that_is_left(target: Path, tmp_path: Path) -> None:
+    given = questions(60, turns=1)
+    source = tiny.write_jsonl(tmp_path / "x.jsonl", [*given, given[0]])
+    out = tmp_path / "out"
+
+    def trouble(number: int, body: dict[str, Any]) -> Any:
+        if len(server.questions) - before <= answers:
+            return None
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 30.0
+
+    with FakeServer(target, trouble=trouble) as server:
+        for answers, limit, total in (0, (), 60), (0, ("--max-samples", 30), 30), (7, (), 60):
+            before = len(server.questions)
+            result = regenerate(source, out, target, server, options=("--batch-size", 1, *limit))
+            assert result.exit_code == 75
+            summary = json.loads(result.stdout)
+            assert (summary["num_done"], summary["num_left"]) == (answers, total - answers)
+            assert summary["num_answers"] == answers
+            assert summary["seconds"] > 0
+        server.trouble = lambda number, body: None
+        assert json.loads(regenerate(source, out, target, server).stdout)["num_left"] == 0
+
+
+def test_leading_answers_are_counted(target: Path, tmp_path: Path) -> None:
+    given = questions(3, turns=1)
+    given[1]["conversations"].insert(0, {"from": "gpt", "value": "w1"})
+    source = tiny.write_jsonl(tmp_path / "x.jsonl", given)
+    with FakeServer(target) as server:
+        result = regenerate(source, tmp_path / "out", target, server)
+    assert json.loads(result.stdout)["num_leading_dropped"] == 1
+    assert "1  start with the assistant: that answer is left out" in result.stderr
+
+
 def test_one_server_that_is_not_there_is_said_and_none_is_an_error(target: Path, asked: Path, tmp_path: Path) -> None:
     with FakeServer(target) as server:
         gone = "http://127.0.0.1:9"

@@ -28,7 +28,7 @@ import numpy as np
 from eyas.capture.endpoints.dialects import Question, Reply
 from eyas.capture.endpoints.pool import Pool, PoolSettings
 from eyas.capture.endpoints.prometheus import Metrics
-from eyas.capture.endpoints.server import Server, expected_of
+from eyas.capture.endpoints.server import DRAFTS_COUNTER, Server, expected_of
 from eyas.capture.engines import hash_weights, read_outline
 from eyas.capture.engines.base import Answer, Prompt, Sampling
 from eyas.capture.errors import EndpointError
@@ -302,12 +302,12 @@ class _Measurement:
                 )
             return tally, PER_ANSWER
         for (category, found), before, after in zip(heard.items(), readings, readings[1:], strict=False):
-            if before is None or after is None or after.get(_DRAFTS) is None:
+            if before is None or after is None or after.get(DRAFTS_COUNTER) is None:
                 raise EndpointError(
                     f"--endpoint {self._config.url} says nothing of speculation, neither in its answers nor at "
                     "/metrics: start it with a draft (vLLM --speculative-config, SGLang --speculative-algorithm)"
                 )
-            num_drafts = int((after.get(_DRAFTS) or 0) - (before.get(_DRAFTS) or 0))
+            num_drafts = int((after.get(DRAFTS_COUNTER) or 0) - (before.get(DRAFTS_COUNTER) or 0))
             if num_drafts < 0:
                 raise EndpointError(f"--endpoint {self._config.url}: its counters went back, so it was restarted")
             counted = zip(after.positions(_ACCEPTED), before.positions(_ACCEPTED), strict=True)
@@ -321,7 +321,6 @@ class _Measurement:
         return tally, COUNTERS
 
 
-_DRAFTS = "vllm:spec_decode_num_drafts_total"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 _REQUESTS = "vllm:request_success_total"
 _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -362,4 +361,4 @@ async def _settled(server: Server, note: Callable[[str], None]) -> Metrics | Non
 
 
 def _same(one: Metrics, two: Metrics) -> bool:
-    return all(one.get(name) == two.get(name) for name in (_DRAFTS, _REQUESTS))
+    return all(one.get(name) == two.get(name) for name in (DRAFTS_COUNTER, _REQUESTS))
