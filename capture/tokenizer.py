@@ -42,6 +42,7 @@ PROBE_TEXT = (
     '<think></think><tool_call>{"name": "f", "arguments": {"x": [1, null]}}</tool_call>   '
 )
 MOST_VOCABULARY_TEXTS = 8
+MOST_VOCABULARY_TOKENS = 1 << 16
 _FILLED = 0.9  # of what a vocabulary text may have: its tokens are known only once it is made
 
 
@@ -100,14 +101,13 @@ def tokenizer_identity(target: str | Path, tokenizer: Any, revision: str | None 
 
 def vocabulary_texts(tokenizer: Any, longest: int) -> list[str]:
     """Texts of at most ``longest`` tokens each that hold every token of the vocabulary, as far as one can be written
-    alone: bytes of a character cannot. Where MOST_VOCABULARY_TEXTS are too few for all, every n-th is there.
+    alone: bytes of a character cannot. Where there are more than MOST_VOCABULARY_TOKENS, or than
+    MOST_VOCABULARY_TEXTS hold, every n-th is there.
     """
     # What a token adds behind another of its kind: SentencePiece drops the space before the first.
-    alone, doubled = (
-        tokenizer.batch_decode([[n] * times for n in range(len(tokenizer))], clean_up_tokenization_spaces=False)
-        for times in (1, 2)
-    )
-    added = [two[len(one) :] for one, two in zip(alone, doubled, strict=True)]
+    # One by one and without options: Kimi's own tokenizer says a line about each option.
+    ids = range(0, len(tokenizer), ceil(len(tokenizer) / MOST_VOCABULARY_TOKENS))
+    added = [tokenizer.decode([n, n])[len(tokenizer.decode([n])) :] for n in ids]
     # A word of its own each, so that neighbours do not become one token.
     words = [text if text[0] == " " else f"\n{text}" for text in added if text and "\ufffd" not in text]
     num_tokens = len(tokenizer.encode("".join(words), add_special_tokens=False))

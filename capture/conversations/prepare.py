@@ -325,7 +325,8 @@ def _same_tokens_or_refuse(file: Path, target: str, tokenizer: TokenizerIdentity
     raise ConversationsError(
         f"{file} holds the tokens of another target's answers: {options_path(file)} and --target {target} differ in "
         f"their {differing or 'tokenizer'}. Give --target the model that answered, or let this one answer (eyas "
-        f"regenerate {file} OTHER --target {target})"
+        f"regenerate {file} OTHER --target {target}); where the two are known to be one tokenizer, saved twice, move "
+        f"{options_path(file)} away"
     )
 
 
