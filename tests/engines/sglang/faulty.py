@@ -26,12 +26,11 @@ def shift_layers() -> None:
 
 
 def shift_rows() -> None:
-    """Every request's rows are taken to begin one row later."""
+    """Every token is given the taps of the next one."""
     right = worker.Worker.take
 
-    def wrong(self: Any, chunks: Sequence[Any], **tensors: Any) -> None:
-        shifted = [replace(chunk, begin=chunk.begin + 1) for chunk in chunks[:-1]]
-        right(self, [*shifted, chunks[-1]], **tensors)
+    def wrong(self: Any, chunks: Sequence[Any], *, taps: Any, **tensors: Any) -> None:
+        right(self, chunks, taps=[tap.roll(-1, 0) for tap in taps], **tensors)
 
     worker.Worker.take = wrong  # type: ignore[method-assign]
 

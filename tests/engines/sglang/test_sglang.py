@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -71,8 +70,7 @@ def test_the_dataset_is_transformers(worlds: Worlds, tmp_path: Path, name: str, 
     ("fault", "tp", "message"),
     [
         pytest.param("layers", 1, "what SGLang gives as after:1 is not transformers' after:1", id="layers"),
-        # Which of the two finds it depends on what SGLang puts into one forward.
-        pytest.param("rows", 1, "is not transformers'|does not hold the tokens", id="rows"),
+        pytest.param("rows", 1, "is not transformers'", id="rows"),
         pytest.param("parts", 2, "differs between worker 0 and worker 1 of SGLang", id="parts-tp2"),
     ],
 )
@@ -86,7 +84,7 @@ def test_a_faulty_engine_is_refused(
     faulty = [sys.executable, str(Path(__file__).with_name("faulty.py")), *command[3:]]
     result = subprocess.run(faulty, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 1, result.stderr
-    assert re.search(message, result.stderr), result.stderr
+    assert message in result.stderr
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 
