@@ -6,11 +6,12 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from eyas.cli.main import main
 from tests.serve.folder import Folder, free_port, is_alive, until
@@ -280,6 +281,12 @@ def test_a_state_of_before_the_last_boot(folder: Folder) -> None:
     assert folder.start().exit_code == 0
 
 
+def every_command(folder: Folder) -> Iterator[Result]:
+    """What each command of eyas serve says of ``folder``."""
+    for arguments in (["status"], ["stop"], ["restart"], ["start", "--engine", "vllm", "--target", folder.target]):
+        yield CliRunner().invoke(main, ["serve", arguments[0], str(folder.path), *map(str, arguments[1:])])
+
+
 def test_a_damaged_state_says_what_may_still_run(folder: Folder, tmp_path: Path) -> None:
     state = folder.path / "serve.json"
     folder.path.mkdir()
@@ -292,8 +299,7 @@ def test_a_damaged_state_says_what_may_still_run(folder: Folder, tmp_path: Path)
     assert folder.start().exit_code == 0
     body, whole = folder.status(), state.read_text()
     state.write_text(whole.replace('"started_at"', '"begun_at"'))
-    for arguments in (["status"], ["stop"], ["restart"], ["start", "--engine", "vllm", "--target", folder.target]):
-        result = CliRunner().invoke(main, ["serve", arguments[0], str(folder.path), *map(str, arguments[1:])])
+    for result in every_command(folder):
         assert result.exit_code == 1, result.output
         assert "missing required field `started_at`" in result.stderr
         assert f"{body['pid']} ({sys.executable} -m vllm" in result.stderr
@@ -308,8 +314,7 @@ def test_a_missing_state_says_what_still_runs(folder: Folder) -> None:
     folder.start()
     body, state, aside = folder.status(), folder.path / "serve.json", folder.path / "aside.json"
     state.rename(aside)
-    for arguments in (["status"], ["stop"], ["restart"], ["start", "--engine", "vllm", "--target", folder.target]):
-        result = CliRunner().invoke(main, ["serve", arguments[0], str(folder.path), *map(str, arguments[1:])])
+    for result in every_command(folder):
         assert result.exit_code == 1, result.output
         assert f"{state}: not there, though a server started here seems to run" in result.stderr
         assert f"{body['pid']} ({sys.executable} -m vllm" in result.stderr

@@ -95,9 +95,6 @@ CAPTURE = Rules(
     refused=_REFUSED,
 )
 
-# What a launch tells each of its processes on a machine, as torchrun does, and what holds without one.
-_PLACE, _COPIES = ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")
-
 _SHORT = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",
@@ -320,7 +317,8 @@ def _keep_own_gpus(tp: int) -> None:
     """
     import torch
 
-    place, num_copies = (int(os.environ.get(name, default)) for name, default in (_PLACE, _COPIES))
+    # A launch of eyas' or torchrun's says so to each of its processes on a machine.
+    place, num_copies = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_copies == 1 or not (num_gpus := torch.cuda.device_count()):
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
