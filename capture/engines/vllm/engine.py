@@ -348,7 +348,7 @@ def create_prober(settings: EngineSettings) -> VllmEngine:
 
 
 def _parts(rows: Rows, lengths: Rows, batch_tokens: int) -> list[Rows]:
-    """``rows`` in their order, in parts of about ``batch_tokens`` tokens. lengths: tokens of each."""
+    """``rows`` [N] in their order, in parts of about ``batch_tokens`` tokens. lengths: tokens of each, [N]."""
     begins = np.cumsum(lengths) - lengths
     return np.split(rows, np.flatnonzero(np.diff(begins // batch_tokens)) + 1) if len(rows) else []
 
